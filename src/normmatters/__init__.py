@@ -1,0 +1,3 @@
+"""Norm-aware training for PyTorch."""
+
+__version__ = "0.1.0"
