@@ -1,0 +1,394 @@
+"""What one run is: frozen dataclasses read from TOML. An unknown key is an error that names the key that was meant.
+
+>>> cfg = from_dict({"experiment": "fig1", "cell": "wd_on", "data": {"name": "digits"}})
+>>> apply_overrides(cfg, ["optim.lr=0.05", "model.norm=l1"]).optim.lr
+0.05
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import json
+import math
+import tomllib
+import types
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+DataName = Literal["digits", "cifar10", "imagefolder", "tiny_imagenet", "text", "numbers"]
+ImageModel = Literal["small_cnn", "vgg11", "resnet8", "resnet20", "resnet56", "resnet110", "resnet18", "resnet50"]
+TextModel = Literal["lstm", "transformer", "transformer_small"]
+ModelName = Literal[ImageModel, TextModel]
+NormName = Literal["native", "l1", "l2", "lp", "linf", "topk", "range", "mean_only", "none"]
+WeightNormName = Literal["none", "wn", "bwn", "l1_wn", "linf_wn"]
+Mode = Literal["wd_on", "wd_off", "corrected", "norm_schedule", "wd_free", "angular"]
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Which examples, how many at a time, and how they are varied.
+
+    ``dir`` is the set's folder below the data directory (or an absolute path); every set has a usual one.
+    ``augment``: ``True`` is what is usual for the set, or "none", "crop" (pad and crop), "crop_flip", "resized_crop".
+    ``train_size``/``val_size`` keep only that many examples (the first ones of a fixed shuffle).
+    ``tokens`` is the number of target tokens of one batch of text.
+    """
+
+    name: DataName = "digits"
+    dir: str | None = None
+    batch_size: int = 128
+    eval_batch_size: int = 500
+    augment: bool | str = True
+    image_size: int | None = None
+    train_size: int | None = None
+    val_size: int | None = None
+    resident: bool | None = None  # None: on the device when it is small, else streamed from disk
+    source: str = "de"
+    target: str = "en"
+    train_split: str = "train"
+    val_split: str = "val"
+    test_split: str | None = None
+    vocab_size: int = 8000
+    tokens: int = 4096
+    max_length: int = 100
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which network, with which norm. ``norm``, ``p``, ``constant``, ``k``, ``memory`` say what every batch norm is,
+    ``layer_norm`` what every layer norm is; ``weight_norm`` re-parametrizes the weights (then batch norm is mean-only).
+    ``width`` multiplies the number of channels; None below means the model's own default.
+    """
+
+    name: ModelName = "small_cnn"
+    norm: NormName = "l2"
+    p: float | None = None
+    constant: str | float = "exact"
+    k: int = 10
+    memory: Literal["exact", "lean"] = "exact"
+    fuse: bool = True
+    layer_norm: Literal["l2", "l1", "none"] = "l2"
+    weight_norm: WeightNormName = "none"
+    activation: Literal["relu", "trelu"] = "relu"
+    width: float = 1.0
+    zero_init_residual: bool = False
+    layers: int | None = None
+    d_model: int | None = None
+    heads: int | None = None
+    d_ff: int | None = None
+    dropout: float | None = None
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """The regime. ``milestones`` are epochs (fractions allowed). ``mode``: how weight decay acts on weights behind a norm:
+
+    ``wd_on``/``wd_off`` plain; ``corrected`` no decay, step sizes corrected to the norms of ``reference`` (F3);
+    ``norm_schedule`` constant lr, the norms follow the reference's or the schedule (F4); ``wd_free`` the exact
+    recursion with no decay; ``angular`` fixed norms, the angle a step set by ``angle`` or by lr and weight decay.
+    ``last_layer_weight_decay`` (None: as the others) always acts as plain decay on the classifier.
+    ``reference`` names the cell of the same experiment and seed whose recorded norms are used.
+    """
+
+    name: Literal["sgd", "adam", "adamw"] = "sgd"
+    lr: float = 0.1
+    momentum: float = 0.9
+    nesterov: bool = False
+    betas: tuple[float, ...] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    last_layer_weight_decay: float | None = None
+    schedule: Literal["constant", "step", "cosine", "warmup_sqrt"] = "step"
+    milestones: tuple[float, ...] = ()
+    gamma: float = 0.1
+    warmup_steps: int = 0
+    epochs: int = 10
+    label_smoothing: float = 0.0
+    clip_norm: float | None = None
+    mode: Mode = "wd_on"
+    reference: str | None = None
+    correction: Literal["epoch", "step"] = "epoch"
+    angle: float | None = None
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """``amp``: autocast of the whole network. ``arithmetic``/``accumulate``: what the batch norms' own arithmetic is
+    rounded to (Fig. 3; see ``normmatters.precision.arithmetic``)."""
+
+    amp: Literal["none", "fp16", "bf16"] = "none"
+    arithmetic: Literal["fp16", "bf16", "fp32"] | None = None
+    accumulate: Literal["fp16", "bf16", "fp32"] | None = None
+    tf32: bool = True
+
+
+@dataclass(frozen=True)
+class RuntimeConfig:
+    """How it is run; nothing here but ``compile`` should change a number by more than rounding."""
+
+    device: str = "auto"
+    compile: Literal["none", "compile", "cudagraph"] = "none"
+    channels_last: bool = True
+    checkpoint_every: int = 1
+    keep_checkpoints: int = 2
+    eval_every: int = 1
+    record: Literal["none", "epoch", "step"] = "epoch"
+    bleu: Literal["none", "last", "epoch"] = "last"
+    beam: int = 4
+    length_penalty: float = 0.6
+    tensorboard: bool = False
+    threads: int | None = None
+    deterministic: bool = True
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One run: one cell of one experiment with one seed."""
+
+    experiment: str = "run"
+    cell: str = "default"
+    label: str = ""
+    seed: int = 0
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+
+
+def load(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
+    """Read a run from TOML. ``extends = "other.toml"`` (relative) takes that file's values where this one has none."""
+    return apply_overrides(from_dict(_read_toml(Path(path), ()), str(path)), overrides)
+
+
+def _read_toml(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
+    path = path.resolve()
+    if path in seen:
+        raise ValueError(f"{path}: extends itself by way of {' -> '.join(p.name for p in seen)}")
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path}: no such config file") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path}: not valid TOML: {error}") from None
+    parent = table.pop("extends", None)
+    if parent is None:
+        return table
+    if not isinstance(parent, str):
+        raise ValueError(f"{path}: extends must be the name of a TOML file, got {parent!r}")
+    return _merge(_read_toml(path.parent / parent, (*seen, path)), table)
+
+
+def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in over.items():
+        old = merged.get(key)
+        merged[key] = _merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def from_dict(table: Mapping[str, Any], origin: str = "config") -> RunConfig:
+    """Build and check a run from nested mappings (what ``to_dict`` returns, or parsed TOML/JSON)."""
+    config: RunConfig = _build(RunConfig, table, "", origin)
+    _check_values(config, origin)
+    return config
+
+
+def apply_overrides(config: RunConfig, overrides: Iterable[str]) -> RunConfig:
+    """``["optim.lr=0.1", "model.norm=l1"]``: values are TOML; a bare word is a string; ``null`` unsets."""
+    table = to_dict(config)
+    changed = False
+    for item in overrides:
+        key, sign, text = item.partition("=")
+        if not sign:
+            raise ValueError(f"override {item!r}: expected key=value, such as optim.lr=0.1")
+        *sections, last = key.strip().split(".")
+        target: Any = table
+        for section in sections:
+            if not isinstance(target.get(section), dict):
+                raise ValueError(f"override {item!r}: no section {section!r}{_suggest(section, target)}")
+            target = target[section]
+        if last not in target:
+            raise ValueError(f"override {item!r}: unknown key {last!r}{_suggest(last, target)}")
+        target[last] = _parse_value(text.strip())
+        changed = True
+    return from_dict(table, "override") if changed else config
+
+
+def _parse_value(text: str) -> Any:
+    if text == "null":
+        return None
+    try:
+        return tomllib.loads(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        pass
+    try:
+        return float(text)  # TOML itself refuses ".5"
+    except ValueError:
+        return text
+
+
+def _suggest(key: str, known: Iterable[str]) -> str:
+    known = list(known)
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"
+
+
+def _build(cls: type, table: Any, prefix: str, origin: str) -> Any:
+    if not isinstance(table, Mapping):
+        raise ValueError(f"{origin}: [{prefix.rstrip('.')}] must be a table, got {table!r}")
+    hints = get_type_hints(cls)
+    values: dict[str, Any] = {}
+    for key, value in table.items():
+        if key not in hints:
+            raise ValueError(f"{origin}: unknown key {prefix + key!r}{_suggest(key, hints)}")
+        if dataclasses.is_dataclass(hints[key]):
+            values[key] = _build(hints[key], value, f"{prefix}{key}.", origin)  # type: ignore[arg-type]
+        else:
+            values[key] = _convert(value, hints[key], prefix + key, origin)
+    return cls(**values)
+
+
+_NO = object()
+
+
+def _convert(value: Any, hint: Any, key: str, origin: str) -> Any:
+    result = _match(value, hint)
+    if result is _NO:
+        options = [a for a in _flatten(hint) if isinstance(a, str)]
+        expected = f"one of {', '.join(options)}" if options else _describe(hint)
+        near = _suggest(value, options) if options and isinstance(value, str) else ""
+        near = near if "did you mean" in near else ""
+        raise ValueError(f"{origin}: {key} must be {expected}, got {value!r}{near}")
+    return result
+
+
+def _match(value: Any, hint: Any) -> Any:
+    """The value as the hint wants it, or ``_NO``. bool is not an int here, an int is a float, a list is a tuple."""
+    kind = get_origin(hint)
+    if kind in (Union, types.UnionType):
+        for option in get_args(hint):
+            if (found := _match(value, option)) is not _NO:
+                return found
+        return _NO
+    if kind is Literal:
+        return value if value in get_args(hint) else _NO
+    if kind is tuple:
+        if not isinstance(value, list | tuple):
+            return _NO
+        items = tuple(_match(v, get_args(hint)[0]) for v in value)
+        return _NO if any(i is _NO for i in items) else items
+    if hint is type(None):
+        return None if value is None else _NO
+    if hint is float:
+        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else _NO
+    if hint is int:
+        return value if isinstance(value, int) and not isinstance(value, bool) else _NO
+    return value if isinstance(value, hint) else _NO
+
+
+def _flatten(hint: Any) -> list[Any]:
+    return [b for a in get_args(hint) for b in (_flatten(a) if get_origin(a) else [a])]
+
+
+def _describe(hint: Any) -> str:
+    return str(hint).replace("<class '", "").replace("'>", "")
+
+
+def _check_values(config: RunConfig, origin: str) -> None:
+    data, model, optim, runtime = config.data, config.model, config.optim, config.runtime
+
+    def need(ok: bool, key: str, what: str, value: object) -> None:
+        if not ok:
+            raise ValueError(f"{origin}: {key} must be {what}, got {value!r}")
+
+    for key in ("batch_size", "eval_batch_size", "tokens", "max_length"):
+        need(getattr(data, key) >= 1, f"data.{key}", "at least 1", getattr(data, key))
+    augments = ("none", "crop", "crop_flip", "resized_crop")
+    need(
+        isinstance(data.augment, bool) or data.augment in augments,
+        "data.augment",
+        f"a bool or {augments}",
+        data.augment,
+    )
+    for key in ("lr", "eps", "gamma"):
+        value = getattr(optim, key)
+        need(math.isfinite(value) and value > 0, f"optim.{key}", "a positive number", value)
+    need(0 <= optim.momentum < 1, "optim.momentum", "in [0, 1)", optim.momentum)
+    need(
+        len(optim.betas) == 2 and all(0 <= b < 1 for b in optim.betas),
+        "optim.betas",
+        "two numbers in [0, 1)",
+        optim.betas,
+    )
+    need(optim.weight_decay >= 0, "optim.weight_decay", "zero or more", optim.weight_decay)
+    need(optim.epochs >= 1, "optim.epochs", "at least 1", optim.epochs)
+    need(0 <= optim.label_smoothing < 1, "optim.label_smoothing", "in [0, 1)", optim.label_smoothing)
+    need(list(optim.milestones) == sorted(optim.milestones), "optim.milestones", "in rising order", optim.milestones)
+    if optim.mode == "corrected":
+        need(optim.reference is not None, "optim.reference", "the cell whose norms are followed (mode corrected)", None)
+    if optim.schedule == "warmup_sqrt":
+        need(optim.warmup_steps >= 1, "optim.warmup_steps", "at least 1 with warmup_sqrt", optim.warmup_steps)
+    if optim.mode in ("wd_free",):
+        need(optim.name == "sgd", "optim.name", "sgd with mode wd_free", optim.name)
+    need(model.width > 0, "model.width", "positive", model.width)
+    need(model.k >= 1, "model.k", "at least 1", model.k)
+    if model.norm == "lp":
+        need(model.p is not None and model.p >= 1, "model.p", "a number >= 1 with norm lp", model.p)
+    if isinstance(model.constant, str):
+        names = ("exact", "paper", "none")
+        need(model.constant in names, "model.constant", f"one of {names} or a positive factor", model.constant)
+    else:
+        need(model.constant > 0, "model.constant", "a positive factor", model.constant)
+    text = data.name in ("text", "numbers")
+    translator = model.name in get_args(TextModel)
+    need(text == translator, "model.name", f"a model for {'text' if text else 'images'} ({data.name})", model.name)
+    for key in ("checkpoint_every", "keep_checkpoints", "eval_every", "beam"):
+        need(getattr(runtime, key) >= 1, f"runtime.{key}", "at least 1", getattr(runtime, key))
+
+
+def to_dict(config: RunConfig) -> dict[str, Any]:
+    """Nested plain values, every key present."""
+    return dataclasses.asdict(config)
+
+
+def to_json(config: RunConfig) -> str:
+    return json.dumps(to_dict(config), indent=2) + "\n"
+
+
+def to_toml(config: RunConfig) -> str:
+    """TOML that ``load`` reads back to an equal config (keys that are None are left out)."""
+    lines: list[str] = []
+    sections: list[str] = []
+    for key, value in to_dict(config).items():
+        if isinstance(value, dict):
+            body = [f"{k} = {_toml_value(v)}" for k, v in value.items() if v is not None]
+            sections += ["", f"[{key}]", *body]
+        else:
+            lines.append(f"{key} = {_toml_value(value)}")
+    return "\n".join(lines + sections) + "\n"
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_toml_value(v) for v in value) + "]"
+    return json.dumps(value, ensure_ascii=False)  # TOML's strings, numbers and booleans are JSON's
+
+
+# Changing these does not make another run: its finished result stays valid.
+_NOT_HASHED = {"label": None, "runtime": {"device", "checkpoint_every", "keep_checkpoints", "tensorboard", "threads"}}
+
+
+def config_hash(config: RunConfig) -> str:
+    """12 hex digits over everything that decides a run's numbers."""
+    table = to_dict(config)
+    for key, inner in _NOT_HASHED.items():
+        if inner is None:
+            table.pop(key)
+        else:
+            table[key] = {k: v for k, v in table[key].items() if k not in inner}
+    return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()[:12]
