@@ -1,0 +1,114 @@
+"""What the normalizations accept. Each check runs before any state changes and says what was expected and what came."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from normmatters.functional.statistic import Kind
+
+
+def check_act(act: str | None) -> None:
+    """Raise unless ``act`` is None or ``"relu"``."""
+    if act is not None and act != "relu":
+        raise ValueError(f"act must be None or 'relu', got {act!r}")
+
+
+def check_memory(memory: str) -> None:
+    """Raise unless ``memory`` is ``"exact"`` or ``"lean"``."""
+    if memory not in ("exact", "lean"):
+        raise ValueError(f"memory must be 'exact' or 'lean', got {memory!r}")
+
+
+def check_batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    training: bool,
+    eps: float,
+    *,
+    kind: Kind,
+    k: int | None = None,
+    act: str | None = None,
+    residual: Tensor | None = None,
+) -> None:
+    """Raise a ``ValueError`` or ``TypeError`` for anything that batch norm over dimension 1 cannot take.
+
+    An empty batch passes, as in PyTorch. ``kind`` is :func:`~normmatters.functional.statistic.statistic_kind`'s.
+    """
+    check_act(act)
+    _check_floating("input", input)
+    if input.dim() < 2:
+        raise ValueError(f"input must have a batch and a channel dimension, (N, C, ...), got shape {_shape(input)}")
+    if eps < 0:
+        raise ValueError(f"eps must not be negative, got {eps}")
+    channels = input.shape[1]
+    parameters = {"running_mean": running_mean, "running_var": running_var, "weight": weight, "bias": bias}
+    for name, parameter in parameters.items():
+        if parameter is not None and (parameter.dim() != 1 or parameter.shape[0] != channels):
+            raise ValueError(
+                f"{name} must have shape ({channels},), one value for each channel of an input of shape "
+                f"{_shape(input)}, got {_shape(parameter)}"
+            )
+    if kind == "mean" and weight is not None:
+        raise ValueError("mean-only batch norm (p='mean') has no scale: weight must be None")
+    if residual is not None:
+        _check_floating("residual", residual)
+        if residual.shape != input.shape:
+            raise ValueError(f"residual must have the input's shape {_shape(input)}, got {_shape(residual)}")
+    if not training:
+        if running_mean is None or (running_var is None and kind != "mean"):
+            raise ValueError("running_mean and running_var are needed when not training, got None")
+        return
+    if input.numel() == 0:
+        return
+    n = input.numel() // channels
+    if n == 1:
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {_shape(input)}")
+    if k is not None and k > n:
+        raise ValueError(
+            f"Top(k) needs k <= the {n} values per channel of an input of shape {_shape(input)}, got k={k}"
+        )
+
+
+def check_layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    *,
+    kind: Kind,
+    k: int | None = None,
+) -> None:
+    """Raise a ``ValueError`` or ``TypeError`` for anything that layer or RMS norm cannot take."""
+    if kind == "mean":
+        raise ValueError("layer and RMS norm need a scale: p must not be 'mean'")
+    _check_floating("input", input)
+    shape = tuple(normalized_shape)
+    if not shape or input.dim() < len(shape) or tuple(input.shape[-len(shape) :]) != shape:
+        raise ValueError(f"input must end in normalized_shape {shape}, which must not be empty, got {_shape(input)}")
+    if eps < 0:
+        raise ValueError(f"eps must not be negative, got {eps}")
+    for name, parameter in {"weight": weight, "bias": bias}.items():
+        if parameter is not None and tuple(parameter.shape) != shape:
+            raise ValueError(f"{name} must have normalized_shape {shape}, got {_shape(parameter)}")
+    n = 1
+    for size in shape:
+        n *= size
+    if k is not None and k > n:
+        raise ValueError(f"Top(k) needs k <= the {n} values of normalized_shape {shape}, got k={k}")
+
+
+def _check_floating(name: str, tensor: Tensor) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a Tensor, got {type(tensor).__name__}")
+    if not tensor.is_floating_point():
+        raise TypeError(f"{name} must have a real floating-point dtype, got {tensor.dtype}")
+
+
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    return tuple(tensor.shape)

@@ -1,0 +1,387 @@
+"""Batch norm modules in every norm of the paper; drop-ins for ``torch.nn.BatchNorm1d/2d/3d`` with the same state."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import init
+from torch.nn.modules.batchnorm import _NormBase  # not BatchNorm2d: torch's SyncBatchNorm would turn us into plain L2
+
+from normmatters.functional.checks import check_act, check_memory
+from normmatters.functional.statistic import scale_constant
+from normmatters.kernels import dispatch
+
+
+class _LpBatchNorm(_NormBase):
+    """State and forward pass of every batch norm here; subclasses fix the statistic and the input's rank.
+
+    The state is ``torch.nn.BatchNorm``'s: weight, bias, running_mean, running_var and num_batches_tracked, under the
+    same keys and with the same meaning, so checkpoints move both ways and evaluation is a plain batch norm.
+
+    ``running_var`` holds s²·n/(n−1), where s = C·statistic is the scale of a batch and n its elements per channel. For
+    p = 2 that is the unbiased variance, as in PyTorch. Under a Gaussian, C·mean|x−μ| estimates σ√(1−1/n), exactly as
+    the biased standard deviation does in the square, so the same factor corrects L1 in the same sense (F5).
+    """
+
+    _ranks: tuple[int, ...]
+    _default_p: float | str = 1
+    _default_k: int | None = None
+
+    def __init__(
+        self,
+        num_features: int,
+        p: float | str = 1,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        *,
+        k: int | None = None,
+        constant: str | float = "exact",
+        act: str | None = None,
+        memory: str = "exact",
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        scale_constant(p, k or 2, k, constant)  # refuses a p, a k, or a constant that this p does not have
+        check_act(act)
+        check_memory(memory)
+        if eps < 0:
+            raise ValueError(f"eps must not be negative, got {eps}")
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
+        self.p = p
+        self.k = k
+        self.constant = constant
+        self.act = act
+        self.memory = memory
+
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Normalize ``input``, (N, C, ...), add ``residual`` of the same shape if given, apply ``act`` if set."""
+        self._check_input_dim(input)
+        tracked = self.training and self.track_running_stats and not _recomputing()
+        momentum = self.momentum
+        if momentum is None:  # cumulative average: the count is raised below, once nothing can fail any more
+            momentum = 1.0 / (float(self.num_batches_tracked) + 1) if tracked else 0.0  # type: ignore[arg-type]
+        use_buffers = tracked or not self.training
+        output = dispatch.batch_norm(
+            input,
+            self.running_mean if use_buffers else None,
+            self.running_var if use_buffers else None,
+            self.weight,
+            self.bias,
+            self.training or (self.running_mean is None and self.running_var is None),
+            momentum,
+            self.eps,
+            p=self.p,
+            k=self.k,
+            constant=self.constant,
+            act=self.act,
+            residual=residual,
+            memory=self.memory,
+        )
+        if tracked and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+        return output
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() not in self._ranks:
+            expected = " or ".join(f"{rank}D" for rank in self._ranks)
+            raise ValueError(f"expected {expected} input (got {input.dim()}D input)")
+        if input.shape[1] != self.num_features:
+            raise ValueError(f"expected {self.num_features} channels in dimension 1, got shape {tuple(input.shape)}")
+
+    def extra_repr(self) -> str:
+        """``torch.nn.BatchNorm``'s, then what differs from this class's defaults."""
+        ours = {
+            "p": (self.p, self._default_p),
+            "k": (self.k, self._default_k),
+            "constant": (self.constant, "exact"),
+            "act": (self.act, None),
+            "memory": (self.memory, "exact"),
+        }
+        changed = [f"{name}={value!r}" for name, (value, default) in ours.items() if value != default]
+        return ", ".join([super().extra_repr(), *changed])
+
+
+def _recomputing() -> bool:
+    """Whether this forward pass runs inside a backward pass: activation checkpointing's recompute.
+
+    It must give the same output again but not count the batch a second time. A compiled graph needs no such check: its
+    partitioner recomputes values, never the updates of buffers.
+    """
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+class LpBatchNorm1d(_LpBatchNorm):
+    """Batch norm in the Lp norm over (N, C) or (N, C, L) inputs; see :class:`LpBatchNorm2d`."""
+
+    _ranks = (2, 3)
+
+
+class LpBatchNorm2d(_LpBatchNorm):
+    """Batch norm in the Lp norm over (N, C, H, W) inputs: act((x − μ)/√(s² + eps)·weight + bias + residual).
+
+    s = C·statistic(x − μ), with C such that s estimates the standard deviation of Gaussian data (F5-F9). p = 2 is
+    ``torch.nn.BatchNorm2d``. The state, its meaning and evaluation are ``torch.nn.BatchNorm2d``'s for every p;
+    ``running_var`` averages s²·n/(n−1), the unbiased variance for p = 2 and its counterpart for the others.
+
+    Args:
+        num_features: number of channels C.
+        p: 1, 2, any float ≥ 1, ``math.inf``, ``"range"`` or ``"mean"``.
+        eps: added to s².
+        momentum: weight of a batch in the running statistics; None for a cumulative average.
+        affine: learn weight and bias.
+        track_running_stats: keep running statistics for evaluation.
+        k: with ``p=math.inf``, the mean of the k largest deviations (F7).
+        constant: ``"exact"``, ``"paper"``, ``"none"``, or a positive number that multiplies the exact constant.
+        act: None or ``"relu"``, applied in the same pass.
+        memory: ``"exact"``, or ``"lean"`` to keep less for the backward pass where a kernel can.
+
+    Shape:
+        input, residual and output: (N, C, H, W)
+
+    Example::
+
+        >>> bn = LpBatchNorm2d(16, p=1.5, act="relu")
+        >>> x = torch.randn(8, 16, 4, 4)
+        >>> bn(x, residual=x).shape
+        torch.Size([8, 16, 4, 4])
+    """
+
+    _ranks = (4,)
+
+
+class LpBatchNorm3d(_LpBatchNorm):
+    """Batch norm in the Lp norm over (N, C, D, H, W) inputs; see :class:`LpBatchNorm2d`."""
+
+    _ranks = (5,)
+
+
+class _FixedBatchNorm(_LpBatchNorm):
+    """A batch norm whose class names the statistic; the arguments are ``torch.nn.BatchNorm``'s, in its order."""
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        *,
+        constant: str | float = "exact",
+        act: str | None = None,
+        memory: str = "exact",
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            num_features,
+            self._default_p,
+            eps,
+            momentum,
+            affine,
+            track_running_stats,
+            constant=constant,
+            act=act,
+            memory=memory,
+            device=device,
+            dtype=dtype,
+        )
+
+
+class L1BatchNorm1d(_FixedBatchNorm, LpBatchNorm1d):
+    """L1 batch norm (F5) over (N, C) or (N, C, L) inputs; see :class:`L1BatchNorm2d`."""
+
+
+class L1BatchNorm2d(_FixedBatchNorm, LpBatchNorm2d):
+    """L1 batch norm (F5) over (N, C, H, W) inputs: divides by √(π/2)·mean|x − μ|, no squares and no root of a sum.
+
+    ``running_var`` averages the square of that scale times n/(n−1): under a Gaussian the scale estimates σ√(1−1/n), as
+    the biased standard deviation does, so it is unbiased in the same sense as ``torch.nn.BatchNorm2d``'s. Arguments as
+    in ``torch.nn.BatchNorm2d``; then ``constant``, ``act`` and ``memory`` as in :class:`LpBatchNorm2d`.
+
+    Example::
+
+        >>> bn = L1BatchNorm2d(16, act="relu")
+        >>> bn(torch.randn(8, 16, 4, 4)).shape
+        torch.Size([8, 16, 4, 4])
+    """
+
+
+class L1BatchNorm3d(_FixedBatchNorm, LpBatchNorm3d):
+    """L1 batch norm (F5) over (N, C, D, H, W) inputs; see :class:`L1BatchNorm2d`."""
+
+
+class LInfBatchNorm1d(_FixedBatchNorm, LpBatchNorm1d):
+    """L∞ batch norm (F6) over (N, C) or (N, C, L) inputs; see :class:`LInfBatchNorm2d`."""
+
+    _default_p = math.inf
+
+
+class LInfBatchNorm2d(_FixedBatchNorm, LpBatchNorm2d):
+    """L∞ batch norm (F6) over (N, C, H, W) inputs: divides by C_∞(n)·max|x − μ|.
+
+    Arguments as in ``torch.nn.BatchNorm2d``; then ``constant``, ``act`` and ``memory`` as in :class:`LpBatchNorm2d`.
+
+    Example::
+
+        >>> LInfBatchNorm2d(16)(torch.randn(8, 16, 4, 4)).shape
+        torch.Size([8, 16, 4, 4])
+    """
+
+    _default_p = math.inf
+
+
+class LInfBatchNorm3d(_FixedBatchNorm, LpBatchNorm3d):
+    """L∞ batch norm (F6) over (N, C, D, H, W) inputs; see :class:`LInfBatchNorm2d`."""
+
+    _default_p = math.inf
+
+
+class RangeBatchNorm1d(_FixedBatchNorm, LpBatchNorm1d):
+    """Range batch norm over (N, C) or (N, C, L) inputs; see :class:`RangeBatchNorm2d`."""
+
+    _default_p = "range"
+
+
+class RangeBatchNorm2d(_FixedBatchNorm, LpBatchNorm2d):
+    """Range batch norm over (N, C, H, W) inputs: divides by C(n)·(max x − min x).
+
+    ``running_var`` averages the scale's square as it is: the range does not contain the sample mean. Arguments as in
+    ``torch.nn.BatchNorm2d``; then ``constant``, ``act`` and ``memory`` as in :class:`LpBatchNorm2d`.
+
+    Example::
+
+        >>> RangeBatchNorm2d(16)(torch.randn(8, 16, 4, 4)).shape
+        torch.Size([8, 16, 4, 4])
+    """
+
+    _default_p = "range"
+
+
+class RangeBatchNorm3d(_FixedBatchNorm, LpBatchNorm3d):
+    """Range batch norm over (N, C, D, H, W) inputs; see :class:`RangeBatchNorm2d`."""
+
+    _default_p = "range"
+
+
+class _TopKBatchNorm(_LpBatchNorm):
+    _default_p = math.inf
+    _default_k = 10
+
+    def __init__(
+        self,
+        num_features: int,
+        k: int = 10,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        *,
+        constant: str | float = "exact",
+        act: str | None = None,
+        memory: str = "exact",
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            num_features,
+            math.inf,
+            eps,
+            momentum,
+            affine,
+            track_running_stats,
+            k=k,
+            constant=constant,
+            act=act,
+            memory=memory,
+            device=device,
+            dtype=dtype,
+        )
+
+
+class TopKBatchNorm1d(_TopKBatchNorm, LpBatchNorm1d):
+    """Top(k) batch norm (F7) over (N, C) or (N, C, L) inputs; see :class:`TopKBatchNorm2d`."""
+
+
+class TopKBatchNorm2d(_TopKBatchNorm, LpBatchNorm2d):
+    """Top(k) batch norm (F7) over (N, C, H, W) inputs: divides by C·(mean of the k largest |x − μ|).
+
+    Args:
+        num_features: number of channels C.
+        k: how many deviations to average; at most the N·H·W values of a channel.
+        others: as in :class:`LpBatchNorm2d`.
+
+    Example::
+
+        >>> TopKBatchNorm2d(16, k=10)(torch.randn(8, 16, 4, 4)).shape
+        torch.Size([8, 16, 4, 4])
+    """
+
+
+class TopKBatchNorm3d(_TopKBatchNorm, LpBatchNorm3d):
+    """Top(k) batch norm (F7) over (N, C, D, H, W) inputs; see :class:`TopKBatchNorm2d`."""
+
+
+class _MeanOnlyBatchNorm(_LpBatchNorm):
+    _default_p = "mean"
+
+    def __init__(
+        self,
+        num_features: int,
+        *,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        act: str | None = None,
+        memory: str = "exact",
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            num_features,
+            "mean",
+            0.0,
+            momentum,
+            affine,
+            track_running_stats,
+            act=act,
+            memory=memory,
+            device=device,
+            dtype=dtype,
+        )
+        self.register_parameter("weight", None)
+
+    def reset_parameters(self) -> None:
+        """Zero the bias and reset the running statistics."""
+        self.reset_running_stats()
+        if self.affine:
+            init.zeros_(self.bias)
+
+
+class MeanOnlyBatchNorm1d(_MeanOnlyBatchNorm, LpBatchNorm1d):
+    """Mean-only batch norm (F15) over (N, C) or (N, C, L) inputs; see :class:`MeanOnlyBatchNorm2d`."""
+
+
+class MeanOnlyBatchNorm2d(_MeanOnlyBatchNorm, LpBatchNorm2d):
+    """Mean-only batch norm (F15) over (N, C, H, W) inputs: x − μ + bias; the partner of weight norm.
+
+    There is no weight; eps is 0 and ``running_var`` stays 1, so that evaluation is still exactly a batch norm.
+
+    Args:
+        num_features: number of channels C.
+        momentum, affine, track_running_stats: as in ``torch.nn.BatchNorm2d``; ``affine`` learns the bias alone.
+        act, memory: as in :class:`LpBatchNorm2d`.
+
+    Example::
+
+        >>> MeanOnlyBatchNorm2d(16)(torch.randn(8, 16, 4, 4)).shape
+        torch.Size([8, 16, 4, 4])
+    """
+
+
+class MeanOnlyBatchNorm3d(_MeanOnlyBatchNorm, LpBatchNorm3d):
+    """Mean-only batch norm (F15) over (N, C, D, H, W) inputs; see :class:`MeanOnlyBatchNorm2d`."""
