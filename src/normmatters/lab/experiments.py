@@ -1,0 +1,152 @@
+"""The paper's figures and tables as TOML files: one file a cell, the paper's own regime as its body.
+
+A cell file is a run's config (see ``config.py``) with three more tables, which are split off here:
+
+``[paper]``          the paper's number for this cell: ``metric``, ``value``, ``setting``
+``[preset.NAME]``    what another scale of data changes: ``quick`` (embedded data, minutes on a laptop) or ``cifar``
+                     (CIFAR-10, Tiny-ImageNet, Multi30k). The preset ``full`` is the body itself.
+``same_as = "a/b"``  the paper prints this number twice: cell ``b`` of experiment ``a`` is the run
+
+>>> load_cell("fig1/wd_on").config("quick", seed=0).data.name
+'digits'
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from normmatters.lab import config as _config
+from normmatters.lab.config import RunConfig
+
+__all__ = ["PRESETS", "Cell", "Paper", "experiment_names", "folder", "load_cell", "load_cells", "load_file", "suggest"]
+
+PRESETS = ("quick", "cifar", "full")
+_METRICS = ("accuracy", "bleu", "ppl")
+
+
+@dataclass(frozen=True)
+class Paper:
+    """What the paper says of a cell: ``value`` is None where it shows a curve or says it in words only."""
+
+    metric: str = "accuracy"
+    value: float | None = None
+    setting: str = ""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cell of one experiment, before a preset and a seed are chosen."""
+
+    id: str
+    label: str
+    path: Path
+    table: Mapping[str, Any]
+    presets: Mapping[str, Mapping[str, Any]]
+    paper: Paper
+    same_as: str | None = None
+
+    @property
+    def experiment(self) -> str:
+        return self.id.partition("/")[0]
+
+    @property
+    def name(self) -> str:
+        return self.id.partition("/")[2]
+
+    @property
+    def source(self) -> str:
+        """The id of the cell whose run gives this cell's number: its own unless ``same_as`` says otherwise."""
+        return self.same_as or self.id
+
+    def config(self, preset: str = "full", seed: int = 0, overrides: Iterable[str] = ()) -> RunConfig:
+        """The run of this cell at one scale of data. A cell that is the same as another gives that one's run."""
+        if preset not in PRESETS:
+            raise ValueError(f"no preset {preset!r}{suggest(preset, PRESETS)}")
+        if self.same_as:
+            return load_cell(self.same_as).config(preset, seed, overrides)
+        table = _config._merge(dict(self.table), dict(self.presets.get(preset, {})))
+        origin = f"{self.path} (preset {preset})"
+        return _config.apply_overrides(_config.from_dict({**table, "seed": seed}, origin), overrides)
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    """The tail of an error about an unknown name: what was probably meant, or all that there is."""
+    known = list(known)
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f": did you mean {close[0]!r}?" if close else f" (there are: {', '.join(known)})"
+
+
+@cache
+def folder() -> Path:
+    """Where the experiment files are: inside an installed package, or at the top of a source tree."""
+    package = Path(__file__).resolve().parents[1]
+    for place in (package / "experiments", package.parents[1] / "experiments"):
+        if (place / "fig1").is_dir():
+            return place
+    raise FileNotFoundError(f"no experiments folder beside {package}: the installation is incomplete")
+
+
+def experiment_names() -> list[str]:
+    """Every experiment, in the paper's order: the figures, the supplement, the tables, then what is said in words."""
+    order = ("fig1", "fig2", "fig3", "fig4", "supp1", "supp2", "table1", "table2")
+    found = {path.name for path in folder().iterdir() if any(path.glob("[!_]*.toml"))}
+    return [name for name in order if name in found] + sorted(found - set(order))
+
+
+def load_file(path: str | Path) -> Cell:
+    """Read one cell file. Unknown keys are errors, in the preset tables as well."""
+    path = Path(path)
+    table = _config._read_toml(path, ())
+    paper = _fields(Paper, table.pop("paper", {}), f"{path}: [paper]")
+    if paper.metric not in _METRICS:
+        raise ValueError(f"{path}: [paper] metric {paper.metric!r}{suggest(paper.metric, _METRICS)}")
+    presets = table.pop("preset", {})
+    same_as = table.pop("same_as", None)
+    for name in presets:
+        if name not in PRESETS:
+            raise ValueError(f"{path}: [preset.{name}]{suggest(name, PRESETS)}")
+    experiment, name = table.setdefault("experiment", path.parent.name), table.setdefault("cell", path.stem)
+    cell = Cell(f"{experiment}/{name}", table.get("label") or name, path, table, presets, paper, same_as)
+    if same_as is None:
+        for preset in PRESETS:
+            cell.config(preset)
+    return cell
+
+
+@cache
+def load_cell(id: str) -> Cell:
+    """The cell ``"experiment/cell"``."""
+    experiment, _, name = id.partition("/")
+    if experiment not in (names := experiment_names()):
+        raise ValueError(f"no experiment {experiment!r}{suggest(experiment, names)}")
+    path = folder() / experiment / f"{name}.toml"
+    if not path.is_file():
+        known = sorted(p.stem for p in path.parent.glob("[!_]*.toml"))
+        raise ValueError(f"no cell {name!r} in {experiment}{suggest(name, known)}")
+    return load_file(path)
+
+
+def load_cells(experiments: Iterable[str] = ()) -> list[Cell]:
+    """All cells of the named experiments (all of them when none is named), in the paper's order."""
+    cells = []
+    for experiment in list(experiments) or experiment_names():
+        if experiment not in (names := experiment_names()):
+            raise ValueError(f"no experiment {experiment!r}{suggest(experiment, [*names, 'all'])}")
+        cells += [load_cell(f"{experiment}/{p.stem}") for p in sorted((folder() / experiment).glob("[!_]*.toml"))]
+    return cells
+
+
+def _fields(kind: type[Paper], table: Any, origin: str) -> Paper:
+    known = list(kind.__dataclass_fields__)
+    if not isinstance(table, Mapping):
+        raise ValueError(f"{origin} must be a table, got {table!r}")
+    for key in table:
+        if key not in known:
+            raise ValueError(f"{origin}: unknown key {key!r}{suggest(key, known)}")
+    return kind(**table)
