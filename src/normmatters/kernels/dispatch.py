@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from normmatters import functional
+from normmatters import functional, precision
 
 
 def batch_norm(
@@ -27,6 +27,22 @@ def batch_norm(
     memory: str = "exact",
 ) -> Tensor:
     """Batch norm of any kind; see :func:`normmatters.functional.lp_batch_norm` for the equation."""
+    if precision.active() is not None:
+        return precision.batch_norm(
+            input,
+            running_mean,
+            running_var,
+            weight,
+            bias,
+            training,
+            momentum,
+            eps,
+            p=p,
+            k=k,
+            constant=constant,
+            act=act,
+            residual=residual,
+        )
     return functional.lp_batch_norm(
         input,
         running_mean,
@@ -51,11 +67,13 @@ def layer_norm(
     bias: Tensor | None,
     eps: float,
     *,
-    p: float = 1,
+    p: float | str = 1,
     k: int | None = None,
     constant: str | float = "exact",
 ) -> Tensor:
     """Layer norm of any kind; see :func:`normmatters.functional.lp_layer_norm`."""
+    if precision.active() is not None:
+        return precision.layer_norm(input, normalized_shape, weight, bias, eps, p=p, k=k, constant=constant)
     return functional.lp_layer_norm(input, normalized_shape, weight, bias, eps, p=p, k=k, constant=constant)
 
 
@@ -69,4 +87,6 @@ def rms_norm(
     constant: str | float = "exact",
 ) -> Tensor:
     """RMS norm of any kind; see :func:`normmatters.functional.lp_rms_norm`."""
+    if precision.active() is not None:
+        return precision.rms_norm(input, normalized_shape, weight, eps, p=p, constant=constant)
     return functional.lp_rms_norm(input, normalized_shape, weight, eps, p=p, constant=constant)
