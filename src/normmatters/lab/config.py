@@ -85,7 +85,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """The regime. ``milestones`` are epochs (fractions allowed). ``mode``: how weight decay acts on weights behind a norm:
+    """The regime. ``milestones`` are epochs (fractions allowed). ``mode``: how decay acts on weights behind a norm:
 
     ``wd_on``/``wd_off`` plain; ``corrected`` no decay, step sizes corrected to the norms of ``reference`` (F3);
     ``norm_schedule`` constant lr, the norms follow the reference's or the schedule (F4); ``wd_free`` the exact

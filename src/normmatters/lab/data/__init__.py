@@ -1,0 +1,120 @@
+"""From a ``DataConfig`` to loaders: ``load_data`` finds the files, checks them and puts them where they are used."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from normmatters.lab.config import DataConfig
+from normmatters.lab.data import augment, cifar10, digits, folders, text
+from normmatters.lab.data.images import Augmentation, EvalLoader, ResidentLoader, Shard, StreamLoader, TrainLoader
+from normmatters.lab.data.text import TextData
+
+__all__ = ["ImageData", "Shard", "TextData", "data_root", "load_data"]
+
+RESIDENT_BYTES = 4 << 30  # a set up to this size lives on the device
+USUAL_FOLDER = {
+    "cifar10": cifar10.FOLDER,
+    "tiny_imagenet": "tiny-imagenet-200",
+    "imagefolder": "imagenet",
+    "text": "translation",
+}
+# mean, deviation, padding of the crops, usual augmentation
+_CIFAR = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616), 4, "crop_flip")
+_IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225), 8, "resized_crop")
+_DIGITS = ((0.3053,), (0.3760,), 1, "crop")
+
+
+@dataclass(frozen=True)
+class ImageData:
+    """Loaders of uint8 images and what the model has to know of them."""
+
+    train: TrainLoader
+    val: EvalLoader
+    classes: int
+    channels: int
+    size: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
+def data_root(data_dir: str | Path | None = None) -> Path:
+    """Where data lives: the argument, else ``NORMMATTERS_DATA``, else ``./data``."""
+    return Path(data_dir or os.environ.get("NORMMATTERS_DATA") or "data")
+
+
+def load_data(
+    config: DataConfig,
+    data_dir: str | Path | None = None,
+    *,
+    seed: int = 0,
+    device: torch.device | None = None,
+    shard: Shard | None = None,
+    cache: Path | None = None,
+) -> ImageData | TextData:
+    """Open the data of a run. Raises ValueError that says what is missing and how to get it."""
+    device = device or torch.device("cpu")
+    shard = shard or Shard()
+    folder = None
+    if config.name in USUAL_FOLDER:
+        folder = data_root(data_dir) / (config.dir or USUAL_FOLDER[config.name])
+    if config.name in ("text", "numbers"):
+        return text.load(config, folder, seed=seed, shard=shard, device=device, cache=cache)
+    if config.name == "digits":
+        return _resident(config, *digits.load(), 10, _DIGITS, seed, device, shard)
+    assert folder is not None
+    if config.name == "cifar10":
+        found = cifar10.find(folder) or cifar10.prepare(folder.parent)
+        return _resident(config, *cifar10.load(found), 10, _CIFAR, seed, device, shard)
+    train, val, classes = folders.open_splits(folder, config.image_size)
+    if isinstance(train, folders.ArraySource) and isinstance(val, folders.ArraySource):
+        resident = config.resident if config.resident is not None else train.x.nbytes <= RESIDENT_BYTES
+        if resident:
+            tensors = folders.as_tensor(train), train.labels, folders.as_tensor(val), val.labels
+            return _resident(config, *tensors, classes, _IMAGENET, seed, device, shard)
+    kind = _kind(config, _IMAGENET[3])
+    decoded = isinstance(train, folders.FolderSource)
+    shape = Augmentation(kind, _IMAGENET[2], train.size)
+    if decoded and kind not in ("none", "resized_crop"):
+        decoded = False  # pad-crop-flip of the centre crop, on the device
+    loader = StreamLoader(
+        train, config.batch_size, shape, seed, shard, device, crop_on_read=decoded and kind == "resized_crop"
+    )
+    evaluation = EvalLoader(val, config.eval_batch_size, shard, device)
+    return ImageData(loader, evaluation, classes, train.channels, train.size, _IMAGENET[0], _IMAGENET[1])
+
+
+def _kind(config: DataConfig, usual: str) -> str:
+    if isinstance(config.augment, str):
+        return config.augment
+    return usual if config.augment else "none"
+
+
+def _resident(
+    config: DataConfig,
+    train_x: Tensor,
+    train_y: Tensor,
+    val_x: Tensor,
+    val_y: Tensor,
+    classes: int,
+    about: tuple[tuple[float, ...], tuple[float, ...], int, str],
+    seed: int,
+    device: torch.device,
+    shard: Shard,
+) -> ImageData:
+    mean, std, margin, usual = about
+    if config.train_size is not None and config.train_size < len(train_x):
+        keep = torch.randperm(len(train_x), generator=torch.Generator().manual_seed(0))[: config.train_size]
+        train_x, train_y = train_x[keep], train_y[keep]
+    val_x, val_y = val_x[: config.val_size], val_y[: config.val_size]
+    size = config.image_size or train_x.shape[1]
+    train_x, val_x = (augment.resize(x, size).to(device) for x in (train_x, val_x))
+    margin = max(1, round(margin * size / (8 if usual == "crop" else 32 if usual == "crop_flip" else 64)))
+    augmentation = Augmentation(_kind(config, usual), margin, size)
+    train = ResidentLoader(train_x, train_y.to(device), config.batch_size, augmentation, seed, shard)
+    val = EvalLoader((val_x, val_y.to(device)), config.eval_batch_size, shard, device)
+    return ImageData(train, val, classes, train_x.shape[3], size, mean, std)

@@ -1,0 +1,123 @@
+"""Large image sets: folders of images (ImageNet, Tiny-ImageNet) or uint8 arrays (``train_x.npy``, ``train_y.npy``)."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from normmatters.lab.data import augment
+
+_SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp"}
+
+
+class ArraySource:
+    """``x`` uint8 (N, C, H, W) or (N, H, W, C), memory-mapped, resized to ``size`` (None: as it is) when it is read."""
+
+    def __init__(self, x: np.ndarray, y: np.ndarray, size: int | None, name: str) -> None:
+        if x.dtype != np.uint8 or x.ndim != 4:
+            raise ValueError(f"{name}: expected uint8 images of 4 dimensions, got {x.dtype} {x.shape}")
+        if len(x) != len(y) or y.ndim != 1:
+            raise ValueError(f"{name}: {len(x)} images but labels of shape {y.shape}")
+        self.x = x
+        self.channels_first = x.shape[1] in (1, 3)
+        self.channels = x.shape[1] if self.channels_first else x.shape[3]
+        stored = x.shape[2]
+        self.size = size or stored
+        self.labels = torch.from_numpy(np.asarray(y).astype(np.int64))
+
+    def read(self, index: np.ndarray, crops: np.ndarray | None) -> np.ndarray:
+        order = np.argsort(index)  # rising offsets are what a disk likes
+        images = np.empty((len(index), *self.x.shape[1:]), np.uint8)
+        images[order] = self.x[index[order]]
+        if self.channels_first:
+            images = np.ascontiguousarray(images.transpose(0, 2, 3, 1))
+        return augment.resize(torch.from_numpy(images), self.size).numpy()
+
+
+class FolderSource:
+    """Image files and their labels; decoded by PIL in threads (it releases the interpreter lock)."""
+
+    def __init__(self, files: list[Path], labels: list[int], size: int, threads: int = 8) -> None:
+        try:
+            import PIL.Image  # noqa: F401
+        except ImportError:
+            raise ValueError("folders of images need Pillow: pip install pillow") from None
+        self.files, self.size, self.channels = files, size, 3
+        self.labels = torch.tensor(labels, dtype=torch.int64)
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="decode")
+
+    def read(self, index: np.ndarray, crops: np.ndarray | None) -> np.ndarray:
+        jobs = [(self.files[i], None if crops is None else crops[row]) for row, i in enumerate(index)]
+        return np.stack(list(self._pool.map(lambda job: self._decode(*job), jobs)))
+
+    def _decode(self, path: Path, crop: np.ndarray | None) -> np.ndarray:
+        from PIL import Image
+
+        try:
+            with Image.open(path) as file:
+                image: Any = file.convert("RGB")
+        except OSError as error:
+            raise ValueError(f"cannot read the image {path}: {error}") from None
+        width, height = image.size
+        if crop is not None:
+            row = torch.from_numpy(crop)[None]
+            top, left, h, w = augment.crop_box(row, height, width, min_scale=0.08)[0].tolist()
+        else:  # the middle, as 224 of 256
+            h = w = min(width, height) * (224 / 256 if min(width, height) > self.size else 1.0)
+            top, left = (height - h) / 2, (width - w) / 2
+        box = (left, top, left + w, top + h)
+        return np.asarray(image.resize((self.size, self.size), Image.Resampling.BILINEAR, box=box))
+
+
+def open_splits(folder: Path, size: int | None) -> tuple[ArraySource | FolderSource, ArraySource | FolderSource, int]:
+    """``train, val, number of classes`` of a folder with arrays or with ``train/CLASS/*`` and ``val/CLASS/*``."""
+    if not folder.is_dir():
+        raise ValueError(f"no image folder {folder}; name the folder above it with --data-dir or NORMMATTERS_DATA")
+    if (folder / "train_x.npy").is_file():
+        train, val = (_arrays(folder, split, size) for split in ("train", "val"))
+        return train, val, 1 + int(torch.maximum(train.labels.max(), val.labels.max()))
+    classes = sorted(p.name for p in (folder / "train").glob("*") if p.is_dir())
+    if not classes:
+        raise ValueError(f"{folder}: expected train_x.npy and train_y.npy, or folders train/CLASS of images")
+    number = {name: label for label, name in enumerate(classes)}
+    sources = []
+    for split in ("train", "val"):
+        files, labels = _files(folder / split, number)
+        if not files:
+            raise ValueError(f"{folder / split}: no images found")
+        sources.append(FolderSource(files, labels, size or 224))
+    return sources[0], sources[1], len(classes)
+
+
+def _arrays(folder: Path, split: str, size: int | None) -> ArraySource:
+    try:
+        x = np.load(folder / f"{split}_x.npy", mmap_mode="r", allow_pickle=False)
+        y = np.load(folder / f"{split}_y.npy", allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{folder}: cannot read the {split} arrays: {error}") from None
+    return ArraySource(x, y, size, f"{folder}/{split}_x.npy")
+
+
+def _files(folder: Path, number: dict[str, int]) -> tuple[list[Path], list[int]]:
+    annotations = folder / "val_annotations.txt"  # Tiny-ImageNet names its validation classes in a table
+    if annotations.is_file():
+        rows = [line.split("\t")[:2] for line in annotations.read_text().splitlines() if line]
+        return [folder / "images" / name for name, _ in rows], [number[label] for _, label in rows]
+    pairs = [
+        (path, label)
+        for name, label in number.items()
+        for path in sorted((folder / name).rglob("*"))
+        if path.suffix.lower() in _SUFFIXES
+    ]
+    return [p for p, _ in pairs], [label for _, label in pairs]
+
+
+def as_tensor(source: ArraySource) -> Tensor:
+    """The whole set as uint8 (N, size, size, C)."""
+    chunks = [source.read(np.arange(i, min(i + 5000, len(source.x))), None) for i in range(0, len(source.x), 5000)]
+    return torch.from_numpy(np.concatenate(chunks))

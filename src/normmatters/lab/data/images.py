@@ -1,0 +1,216 @@
+"""Loaders of images: small sets live on the device, large ones are streamed by a thread; both give the same batches."""
+
+from __future__ import annotations
+
+import abc
+import queue
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from normmatters.lab.data import augment
+from normmatters.lab.data.augment import EpochPlan
+
+CHUNK = 64  # batches augmented by one gather: few launches, little memory
+
+
+class Source(Protocol):
+    """Images by index, decoded to ``size``; ``labels`` is int64 (N,)."""
+
+    labels: Tensor
+    size: int
+    channels: int
+
+    def read(self, index: np.ndarray, crops: np.ndarray | None) -> np.ndarray:
+        """uint8 (n, size, size, C). ``crops`` (n, 5): uniform numbers for a random resized crop made while decoding."""
+        ...
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """``kind``: "none", "crop", "crop_flip", "resized_crop"; ``margin``: pixels of padding of the crops."""
+
+    kind: str
+    margin: int
+    size: int
+
+    def prepare(self, images: Tensor) -> Tensor:
+        return augment.pad(images, self.margin) if self.kind.startswith("crop") else images
+
+    def apply(self, prepared: Tensor, index: Tensor, u: Tensor) -> Tensor:
+        """uint8 (n, size, size, C) from images that went through ``prepare``."""
+        if self.kind.startswith("crop"):
+            return augment.pad_crop(prepared, index, u, self.size, flip=self.kind == "crop_flip")
+        if self.kind == "resized_crop":
+            return augment.resized_crop(prepared[index], u, self.size)
+        return prepared[index]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """This process's part of every global batch."""
+
+    rank: int = 0
+    world: int = 1
+
+    def slice(self, batch_size: int) -> slice:
+        part = batch_size // self.world
+        return slice(self.rank * part, (self.rank + 1) * part)
+
+
+class TrainLoader(abc.ABC):
+    """Batches of one shape, the rest of the epoch dropped (every epoch drops others).
+
+    ``batch_size`` is that of all processes together. ``epoch(e)`` yields uint8 images (n, C, H, W) (channels last in
+    memory) and labels (n,), on the device.
+    """
+
+    def __init__(self, count: int, batch_size: int, seed: int, shard: Shard) -> None:
+        if batch_size > count:
+            raise ValueError(f"data.batch_size is {batch_size}, but there are only {count} training examples")
+        if batch_size % shard.world:
+            raise ValueError(f"data.batch_size {batch_size} must be a multiple of the {shard.world} processes")
+        self.count, self.batch_size, self.seed, self.shard = count, batch_size, seed, shard
+        self.steps = count // batch_size
+
+    @abc.abstractmethod
+    def epoch(self, epoch: int) -> Iterator[tuple[Tensor, Tensor]]: ...
+
+
+class ResidentLoader(TrainLoader):
+    """All images on the device as uint8; augmented there, many batches by one gather."""
+
+    def __init__(
+        self, images: Tensor, labels: Tensor, batch_size: int, augmentation: Augmentation, seed: int, shard: Shard
+    ) -> None:
+        super().__init__(len(images), batch_size, seed, shard)
+        self.images, self.labels, self.augmentation = augmentation.prepare(images), labels, augmentation
+
+    def epoch(self, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
+        plan = EpochPlan.draw(self.count, self.seed, epoch)
+        used = self.steps * self.batch_size
+        mine = self.shard.slice(self.batch_size)
+        # every process draws the whole epoch and keeps its rows: the global batch does not depend on their number
+        order = plan.order[:used].view(self.steps, -1)[:, mine].to(self.images.device)
+        u = plan.u[:used].view(self.steps, self.batch_size, -1)[:, mine].to(self.images.device)
+        for start in range(0, self.steps, CHUNK):
+            index = order[start : start + CHUNK]
+            chunk = self.augmentation.apply(self.images, index.flatten(), u[start : start + CHUNK].flatten(0, 1))
+            chunk = chunk.view(*index.shape, *chunk.shape[1:]).permute(0, 1, 4, 2, 3)
+            labels = self.labels[index]
+            for step in range(len(index)):
+                yield chunk[step], labels[step]
+
+
+class StreamLoader(TrainLoader):
+    """Images read (or decoded) ahead by a thread into pinned memory, copied while the device computes."""
+
+    def __init__(
+        self,
+        source: Source,
+        batch_size: int,
+        augmentation: Augmentation,
+        seed: int,
+        shard: Shard,
+        device: torch.device,
+        *,
+        crop_on_read: bool = False,
+    ) -> None:
+        super().__init__(len(source.labels), batch_size, seed, shard)
+        self.source, self.augmentation, self.device, self.crop_on_read = source, augmentation, device, crop_on_read
+
+    def epoch(self, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
+        plan = EpochPlan.draw(self.count, self.seed, epoch)
+        used = self.steps * self.batch_size
+        mine = self.shard.slice(self.batch_size)
+        order = plan.order[:used].view(self.steps, -1)[:, mine]
+        u = plan.u[:used].view(self.steps, self.batch_size, -1)[:, mine]
+
+        def read(step: int) -> tuple[Tensor, Tensor, Tensor]:
+            crops = u[step].numpy() if self.crop_on_read else None
+            images = torch.from_numpy(self.source.read(order[step].numpy(), crops))
+            return images, self.source.labels[order[step]], u[step]
+
+        pin = self.device.type == "cuda"
+        for images, labels, numbers in prefetch(read, self.steps, pin=pin):
+            x = images.to(self.device, non_blocking=True)
+            numbers = numbers.to(self.device, non_blocking=True)
+            if not self.crop_on_read:
+                every = torch.arange(len(x), device=self.device)
+                x = self.augmentation.apply(self.augmentation.prepare(x), every, numbers)
+            elif self.augmentation.kind == "resized_crop":
+                x = torch.where((numbers[:, 2] < 0.5)[:, None, None, None], x.flip(2), x)
+            yield x.permute(0, 3, 1, 2), labels.to(self.device, non_blocking=True)
+
+
+def prefetch(read, steps: int, *, depth: int = 4, pin: bool = False):  # type: ignore[no-untyped-def]
+    """``read(0) … read(steps − 1)`` in order, ``depth`` ahead, in one thread; its errors are raised here."""
+    ready: queue.Queue = queue.Queue(maxsize=depth)
+    stop = threading.Event()
+
+    def put(item: object) -> bool:
+        while not stop.is_set():
+            try:
+                ready.put(item, timeout=0.1)
+                return True
+            except queue.Full:
+                continue
+        return False
+
+    def work() -> None:
+        try:
+            for step in range(steps):
+                item = read(step)
+                if not put(tuple(t.pin_memory() for t in item) if pin else item):
+                    return
+        except BaseException as error:
+            put(error)
+
+    thread = threading.Thread(target=work, daemon=True, name="prefetch")
+    thread.start()
+    try:
+        for _ in range(steps):
+            item = ready.get()
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+    finally:
+        stop.set()
+        thread.join()
+
+
+class EvalLoader:
+    """All examples in order, the last batch shorter; process ``rank`` of ``world`` takes every world-th batch."""
+
+    def __init__(
+        self, source: Source | tuple[Tensor, Tensor], batch_size: int, shard: Shard, device: torch.device
+    ) -> None:
+        self.source, self.batch_size, self.shard, self.device = source, batch_size, shard, device
+        self.count = len(source[1]) if isinstance(source, tuple) else len(source.labels)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        starts = list(range(0, self.count, self.batch_size))[self.shard.rank :: self.shard.world]
+        if isinstance(self.source, tuple):
+            images, labels = self.source
+            for start in starts:
+                yield (
+                    images[start : start + self.batch_size].permute(0, 3, 1, 2),
+                    labels[start : start + self.batch_size],
+                )
+            return
+        source = self.source
+
+        def read(step: int) -> tuple[Tensor, Tensor]:
+            index = np.arange(starts[step], min(starts[step] + self.batch_size, self.count))
+            return torch.from_numpy(source.read(index, None)), source.labels[torch.from_numpy(index)]
+
+        for images, labels in prefetch(read, len(starts), pin=self.device.type == "cuda"):
+            yield (
+                images.to(self.device, non_blocking=True).permute(0, 3, 1, 2),
+                labels.to(self.device, non_blocking=True),
+            )
