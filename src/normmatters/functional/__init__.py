@@ -2,5 +2,6 @@
 
 from normmatters.functional.batch_norm import lp_batch_norm
 from normmatters.functional.layer_norm import lp_layer_norm, lp_rms_norm
+from normmatters.functional.weight import bounded_weight
 
-__all__ = ["lp_batch_norm", "lp_layer_norm", "lp_rms_norm"]
+__all__ = ["bounded_weight", "lp_batch_norm", "lp_layer_norm", "lp_rms_norm"]

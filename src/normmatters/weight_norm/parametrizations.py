@@ -1,0 +1,113 @@
+"""The two weight norms as ``torch.nn.utils.parametrize`` parametrizations: what replaces a weight, and its state."""
+
+import math
+from collections.abc import Callable
+from typing import Literal, Self
+
+import torch
+from torch import Tensor, nn
+
+from normmatters.functional.weight import bounded_weight, check_norm, check_rho, check_slices, slice_norm
+
+__all__ = ["BoundedWeight", "ClassicWeight", "initial_rho"]
+
+
+def initial_rho(v: Tensor, *, dim: int | None = 0, p: float = 2, k: int | None = None) -> Tensor:
+    """ρ = ‖V‖_p / N^{1/p} over the N slices of V (F12, F13): the power mean of their norms. A scalar tensor.
+
+    For Top(k), which F13 does not cover, the plain mean of the norms: at k = slice size this is L1's ρ. Slices that are
+    exactly zero (an embedding's padding row) have no norm to preserve and are left out.
+    """
+    norms = slice_norm(v.detach(), dim=dim, p=p, k=k).flatten()
+    norms = norms[norms != 0]
+    if norms.numel() == 0:
+        raise ValueError("rho cannot be taken from a weight that is zero everywhere")
+    order = 1.0 if k is not None else float(p)
+    largest = norms.max()  # F13 of norms/max: their powers may leave the dtype's range
+    total: Tensor = largest * torch.linalg.vector_norm(norms / largest, order)
+    return total / math.pow(norms.numel(), 1 / order)
+
+
+class BoundedWeight(nn.Module):
+    """w_i = ρ · v_i / ‖v_i‖_p with a fixed ρ (F12, F13).
+
+    ``rho`` is a scalar buffer in the state dict. It stays in fp32 or better when the module is cast to fp16 or bf16, so
+    that a cast does not change the scale of the network.
+    """
+
+    rho: Tensor
+
+    def __init__(
+        self,
+        v: Tensor,
+        *,
+        dim: int | None = 0,
+        p: float = 2,
+        rho: float | Literal["init"] = "init",
+        k: int | None = None,
+    ) -> None:
+        check_slices(v, dim=dim, p=p, k=k)
+        from_init = isinstance(rho, str)
+        if isinstance(rho, str):
+            if rho != "init":
+                raise ValueError(f"rho must be 'init' or a positive number, got {rho!r}")
+            if v.is_meta:
+                raise ValueError("rho='init' needs the initialised weight, got one on the meta device; give a number")
+            value = initial_rho(v, dim=dim, p=p, k=k)
+            if not value.isfinite():
+                raise ValueError(f"rho cannot be taken from a weight with NaN or infinite values, got rho = {value}")
+        else:
+            check_rho(rho)
+            dtype = torch.promote_types(v.dtype, torch.float32)
+            value = torch.full((), rho, dtype=dtype, device=v.device)
+        super().__init__()
+        self.dim, self.p, self.k = dim, p, k
+        self.from_init = from_init
+        self.register_buffer("rho", value)
+
+    def forward(self, v: Tensor) -> Tensor:
+        return bounded_weight(v, self.rho, dim=self.dim, p=self.p, k=self.k)
+
+    def right_inverse(self, weight: Tensor) -> Tensor:
+        """``module.weight = w`` sets v: the directions of w are taken over, its norms are not."""
+        return weight
+
+    def state_from_plain(self, weight: Tensor) -> dict[str, Tensor]:
+        """The state entries of a checkpoint that holds a plain weight; ρ is the one that weight would have given."""
+        rho = initial_rho(weight, dim=self.dim, p=self.p, k=self.k) if self.from_init else self.rho
+        return {"original": weight, "0.rho": rho}
+
+    def extra_repr(self) -> str:
+        return f"dim={self.dim}, p={self.p}" + (f", k={self.k}" if self.k is not None else "")
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        rho = self.rho
+        super()._apply(fn, recurse)
+        if self.rho.dtype in (torch.float16, torch.bfloat16):
+            self.rho = rho.to(self.rho.device)
+        return self
+
+
+class ClassicWeight(nn.Module):
+    """w_i = g_i · v_i / ‖v_i‖_p with a learned g (F11; Salimans & Kingma at p = 2).
+
+    State keys are those of ``torch.nn.utils.parametrizations.weight_norm``: ``original0`` is g, ``original1`` is v.
+    """
+
+    def __init__(self, *, dim: int | None = 0, p: float = 2, k: int | None = None) -> None:
+        check_norm(p, k)
+        super().__init__()
+        self.dim, self.p, self.k = dim, p, k
+
+    def forward(self, g: Tensor, v: Tensor) -> Tensor:
+        return bounded_weight(v, g, dim=self.dim, p=self.p, k=self.k)
+
+    def right_inverse(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return slice_norm(weight, dim=self.dim, p=self.p, k=self.k).to(weight.dtype), weight
+
+    def state_from_plain(self, weight: Tensor) -> dict[str, Tensor]:
+        g, v = self.right_inverse(weight)
+        return {"original0": g, "original1": v}
+
+    def extra_repr(self) -> str:
+        return f"dim={self.dim}, p={self.p}" + (f", k={self.k}" if self.k is not None else "")

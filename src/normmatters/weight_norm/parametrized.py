@@ -1,0 +1,132 @@
+"""What ``torch.nn.utils.parametrize`` leaves undone in the class that it makes for a parametrized module.
+
+Torch gives such a module a class of its own, ``ParametrizedLinear``, with a property for each parametrized weight. That
+class cannot be pickled; copies share it, so that removing a parametrization from a copy breaks the original; it cannot
+read a plain checkpoint; and an LSTM keeps computed weights in a list, which then cannot be copied either.
+``complete_class`` adds the missing methods to the class. They vanish with it when the parametrization is removed.
+"""
+
+import copy
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from normmatters.weight_norm.parametrizations import BoundedWeight, ClassicWeight
+
+__all__ = ["complete_class", "own_parametrization"]
+
+
+def own_parametrization(module: nn.Module, name: str) -> BoundedWeight | ClassicWeight | None:
+    """The weight norm of this library on ``module.<name>``, if that is the only parametrization there."""
+    if not parametrize.is_parametrized(module, name):
+        return None
+    stack = list(_parametrizations(module)[name].children())
+    return stack[0] if len(stack) == 1 and isinstance(stack[0], BoundedWeight | ClassicWeight) else None
+
+
+def complete_class(module: nn.Module) -> None:
+    """Add the missing methods to the class of a parametrized module."""
+    cls = type(module)
+    methods: dict[str, Any] = {"__reduce_ex__": _reduce_ex, "_load_from_state_dict": _load_from_state_dict}
+    if not hasattr(cls.__bases__[0], "__deepcopy__"):
+        methods["__deepcopy__"] = _deepcopy
+    if isinstance(module, nn.RNNBase):
+        module.__dict__.pop("_flat_weights", None)
+        methods |= {
+            "_flat_weights": property(_flat_weights, _ignore),
+            "_init_flat_weights": _ignore,
+            "_update_flat_weights": _ignore,
+            "forward": _rnn_forward,
+        }
+    for name, method in methods.items():
+        setattr(cls, name, method)
+
+
+def _parametrizations(module: nn.Module) -> nn.ModuleDict:
+    assert isinstance(module.parametrizations, nn.ModuleDict)
+    return module.parametrizations
+
+
+def _class_before(module: nn.Module) -> Any:
+    return type(module).__bases__[0]
+
+
+# Pickling and copying -------------------------------------------------------------------------------------------------
+
+
+def _reduce_ex(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
+    base = _class_before(self)
+    return _rebuild, (base, tuple(_parametrizations(self))), base.__getstate__(self)
+
+
+def _rebuild(base: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
+    """An instance of ``base``, without state, whose own new class has a parametrization property for each name."""
+    module = base.__new__(base)
+    nn.Module.__init__(module)
+    for name in names:
+        module.register_parameter(name, nn.Parameter(torch.empty(0)))
+        parametrize.register_parametrization(module, name, nn.Identity())
+    complete_class(module)
+    module.__dict__.clear()
+    return module
+
+
+def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    rebuild, arguments, state = _reduce_ex(self, 4)
+    replica: nn.Module = rebuild(*arguments)
+    memo[id(self)] = replica
+    replica.__setstate__(copy.deepcopy(state, memo))  # type: ignore[operator]
+    return replica
+
+
+# Plain checkpoints ----------------------------------------------------------------------------------------------------
+
+
+def _load_from_state_dict(
+    self: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: dict[str, Any],
+    strict: bool,
+    missing_keys: list[str],
+    unexpected_keys: list[str],
+    error_msgs: list[str],
+) -> None:
+    for name in _parametrizations(self):
+        plain, target = prefix + name, f"{prefix}parametrizations.{name}."
+        parametrization = own_parametrization(self, name)
+        if parametrization is None or plain not in state_dict or any(key.startswith(target) for key in state_dict):
+            continue
+        try:
+            state = parametrization.state_from_plain(state_dict[plain])
+        except (TypeError, ValueError) as error:
+            error_msgs.append(f'cannot load the plain weight "{plain}" into a weight norm: {error}')
+            continue
+        del state_dict[plain]
+        state_dict.update({target + key: value for key, value in state.items()})
+    _class_before(self)._load_from_state_dict(
+        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+    )
+
+
+# Recurrent networks ---------------------------------------------------------------------------------------------------
+
+
+def _flat_weights(self: nn.RNNBase) -> list[Tensor | None]:
+    """The list that the recurrent kernels read, computed when they read it."""
+    return [getattr(self, name, None) for name in self._flat_weights_names]
+
+
+def _ignore(self: nn.RNNBase, *_: Any) -> None:
+    """Nothing to keep up to date: there is no list."""
+
+
+def _rnn_forward(self: nn.RNNBase, *args: Any, **kwargs: Any) -> Any:
+    # The list is read several times in one forward: compute each weight once. Computed weights are no part of one
+    # flat buffer, of which cuDNN warns at every call; it compacts them itself.
+    with parametrize.cached(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous chunk")
+        return _class_before(self).forward(self, *args, **kwargs)

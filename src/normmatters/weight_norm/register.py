@@ -1,0 +1,143 @@
+"""Weight norm on one parameter of one module: add it and take it away."""
+
+from typing import Literal, TypeVar
+
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+from torch.nn.utils import parametrize
+
+from normmatters.functional.weight import check_slices, slice_norm
+from normmatters.weight_norm.parametrizations import BoundedWeight, ClassicWeight
+from normmatters.weight_norm.parametrized import complete_class, own_parametrization
+
+__all__ = ["bounded_weight_norm", "classic_weight_norm", "remove_weight_norm"]
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def bounded_weight_norm(
+    module: M,
+    name: str = "weight",
+    dim: int | None = 0,
+    p: float = 2,
+    rho: float | Literal["init"] = "init",
+    *,
+    k: int | None = None,
+) -> M:
+    """Give every output channel of ``module.<name>`` the same fixed norm: w_i = ρ · v_i / ‖v_i‖_p (F12, F13).
+
+    Args:
+        module: any module with a floating-point parameter; changed in place.
+        name: the parameter, e.g. ``"weight"`` or an LSTM's ``"weight_hh_l0"``.
+        dim: the dimension of the output channels (1 for transposed convolutions); ``None``: one norm for the tensor.
+        p: norm order, a number ≥ 1 or ``math.inf``.
+        rho: the norm, or ``"init"`` for ‖V‖_p / N^{1/p} of the weight as it is now (N channels).
+        k: with ``p=math.inf``, Top(k): the sum of the k largest magnitudes.
+
+    Returns:
+        ``module``. Its parameter object lives on as ``module.parametrizations.<name>.original`` (v), so an optimizer
+        made before goes on to train it. ``rho`` is a buffer beside it. A checkpoint with a plain ``<name>`` loads into
+        it, with ρ taken from the loaded weight unless a number was given here.
+
+    v enters only by its direction: its gradient is orthogonal to it, its norm grows in training, and weight decay on
+    it changes nothing but the step size. The same holds in an average of models: averaged are the v.
+
+    Raises:
+        ValueError: no such parameter, already parametrized, a channel that is zero (it has no direction; an
+            embedding's padding row may be), bad ``dim``, ``p``, ``k`` or ``rho``. The module is then unchanged.
+
+    Example:
+        >>> layer = bounded_weight_norm(nn.Linear(20, 40), rho=1.0)
+        >>> layer.weight.norm(dim=1).allclose(torch.ones(40))
+        True
+    """
+    v = _parameter(module, name)
+    check_slices(v, dim=dim, p=p, k=k)
+    _check_no_zero_slice(module, v, dim)
+    parametrization = BoundedWeight(v, dim=dim, p=p, rho=rho, k=k)
+    parametrize.register_parametrization(module, name, parametrization)
+    complete_class(module)
+    return module
+
+
+def classic_weight_norm(
+    module: M, name: str = "weight", dim: int | None = 0, p: float = 2, *, k: int | None = None
+) -> M:
+    """The weight norm with a learned length, w_i = g_i · v_i / ‖v_i‖_p (F11), for comparison.
+
+    At p = 2 it equals ``torch.nn.utils.parametrizations.weight_norm``, with the same state keys, and can be pickled and
+    loaded from a plain checkpoint. g and v are new parameters: make the optimizer after this call.
+
+    Example:
+        >>> sorted(dict(classic_weight_norm(nn.Linear(2, 3, bias=False)).named_parameters()))
+        ['parametrizations.weight.original0', 'parametrizations.weight.original1']
+    """
+    v = _parameter(module, name)
+    check_slices(v, dim=dim, p=p, k=k)
+    parametrize.register_parametrization(module, name, ClassicWeight(dim=dim, p=p, k=k))
+    complete_class(module)
+    return module
+
+
+def remove_weight_norm(module: M) -> M:
+    """Turn every bounded or classic weight norm in ``module`` and its submodules into a plain parameter, in place.
+
+    The outputs stay the same. With bounded weight norm the parameter object stays the same too, so optimizers go on.
+
+    Raises:
+        ValueError: there is none, or another parametrization was stacked on one; nothing is then removed.
+
+    Example:
+        >>> layer = remove_weight_norm(bounded_weight_norm(nn.Linear(2, 3)))
+        >>> type(layer.weight).__name__, list(layer.state_dict())
+        ('Parameter', ['weight', 'bias'])
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"expected a module, got {type(module).__name__}")
+    found = []
+    for path, owner in module.named_modules():
+        if not parametrize.is_parametrized(owner):
+            continue
+        for name, stack in list(owner.parametrizations.items()):  # type: ignore[union-attr, operator]
+            if not any(isinstance(one, BoundedWeight | ClassicWeight) for one in stack):
+                continue
+            if own_parametrization(owner, name) is None:
+                raise ValueError(f"other parametrizations share {_join(path, name)} with its weight norm; remove them")
+            found.append((owner, name))
+    if not found:
+        raise ValueError(f"found no weight norm to remove in {type(module).__name__}")
+    for owner, name in found:
+        parametrize.remove_parametrizations(owner, name)
+        if isinstance(owner, nn.RNNBase) and not parametrize.is_parametrized(owner):
+            owner._init_flat_weights()
+    return module
+
+
+def _parameter(module: nn.Module, name: str) -> Tensor:
+    """The plain parameter to normalize, or an error that says why it cannot be."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"expected a module, got {type(module).__name__}")
+    if parametrize.is_parametrized(module, name):
+        raise ValueError(f"{type(module).__name__}.{name} is already parametrized")
+    parameter = module._parameters.get(name)
+    if parameter is None:
+        names = ", ".join(n for n, value in module._parameters.items() if value is not None) or "none"
+        raise ValueError(f"{type(module).__name__} has no parameter {name!r}; it has: {names}")
+    if isinstance(parameter, UninitializedParameter):
+        raise ValueError(f"{type(module).__name__}.{name} is not initialised yet; run a forward pass first")
+    return parameter
+
+
+def _check_no_zero_slice(module: nn.Module, v: Tensor, dim: int | None) -> None:
+    if v.is_meta:
+        return
+    zero = slice_norm(v.detach(), dim=dim, p=float("inf")).flatten() == 0
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.padding_idx is not None and dim in (0, -v.ndim):
+        zero[module.padding_idx] = False
+    if zero.any():
+        where = "the weight" if dim is None else f"slice {int(zero.nonzero()[0])} along dim {dim}"
+        raise ValueError(f"{where} of {type(module).__name__} is zero everywhere: it has no direction to normalize")
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
