@@ -1,0 +1,398 @@
+r"""SGD with weight decay, without the weight decay: its exact directions from a learning-rate factor alone.
+
+Behind a normalization only the direction of w matters, and ∇L(αu) = ∇L(u)/α (F1). Let u_t be the weights of SGD with
+weight decay λ, momentum μ and learning rates η_t (PyTorch's: b_t = μb_{t−1} + ∇L(u_t) + λu_t, u_{t+1} = u_t − η_t b_t).
+Split the old buffer into a part along the weights and the rest, b_{t−1} = κ_t u_t + d_t. Then, with k = μκ_t + λ and
+s = 1 − η_t k,
+
+    u_{t+1} = s·u_t − η_t (μd_t + ∇L(u_t)),      κ_{t+1} = k/s,      d_{t+1} = (μd_t + ∇L(u_t))/s,
+
+so all that weight decay does to u besides plain SGD is the factor s. Carry it in a number, w_t = α_t u_t with
+α_{t+1} = α_t/s, and in the buffer V_t = d_t/α_t, and what is left is plain momentum SGD with a scaled learning rate:
+
+    V_{t+1} = μV_t + ∇L(w_t),        w_{t+1} = w_t − η_t α_t α_{t+1} V_{t+1}.
+
+Nothing divides by a learning rate, so warm-up may start at η = 0, and μ may change from step to step. For Nesterov's
+form s = 1 − η(λ + μk), V_{t+1} = (1−ηλ)μV_t + (1+ημκ_t)∇L(w_t), and the weights move by
+−η α_t α_{t+1} ((1+μ)∇L(w_t) + μ²V_t). With constant η, λ, μ the recursion of κ has a fixed point, and s stays positive,
+if and only if ηλ ≤ (1−√μ)² (Nesterov: ((1−μ)/(1+μ))²); beyond it α changes its sign and αu is no rescaling of u.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
+from torch.optim.sgd import sgd
+
+from normmatters.optim._common import (
+    Group,
+    check_dense_gradients,
+    check_number,
+    host_known,
+    host_value,
+    is_capturing,
+    parameter_label,
+)
+
+# w is divided by a power of two when α reaches this: exact, rare, and early enough that BN's eps and fp16 gradients,
+# which see the norm, hardly notice.
+RESCALE_AT = 16.0
+# |cos(w, ∇L)| above which a weight is refused as not scale invariant; BN's eps and fp16 noise stay well below.
+INVARIANCE_TOLERANCE = 1e-2
+
+Scalar = TypeVar("Scalar", float, Tensor)
+
+
+def largest_decay(momentum: float, nesterov: bool = False) -> float:
+    """The largest lr · weight_decay that has a weight-decay-free form: (1−√μ)², Nesterov ((1−μ)/(1+μ))².
+
+    Example: ``largest_decay(0.9)`` is 0.00263…, so lr 0.1 allows weight decays up to 0.0263.
+    """
+    return ((1 - momentum) / (1 + momentum)) ** 2 if nesterov else (1 - math.sqrt(momentum)) ** 2
+
+
+def next_alpha_kappa(
+    alpha: Scalar, kappa: Scalar, lr: float | Tensor, weight_decay: float, momentum: float, nesterov: bool = False
+) -> tuple[Scalar, Scalar]:
+    """One step of the recursion: (α_t, κ_t) → (α_{t+1}, κ_{t+1}); start at (1, 0). Numbers or 0-dim tensors."""
+    k = momentum * kappa + weight_decay
+    s = 1 - lr * (weight_decay + momentum * k if nesterov else k)
+    # Without momentum SGD keeps no buffer, so there is nothing along w in it either.
+    return alpha / s, k / s if momentum != 0 else 0 * kappa  # type: ignore[return-value]
+
+
+class WeightDecayFree(Optimizer):
+    """What the weight-decay-free optimizers share: α in the state of each parameter, checks, and rescaling."""
+
+    _scalars: tuple[tuple[str, float], ...] = (("alpha", 1.0),)
+
+    def _check_group(self, index: int, group: Group) -> None:
+        """Raise if the group's numbers are unusable. Reads no device."""
+        raise TypeError(f"{type(self).__name__} defines no checks")
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        try:
+            self._check_group(len(self.param_groups) - 1, self.param_groups[-1])
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+
+    def _check_step(self) -> None:
+        """Everything that can be refused is refused here, before the first parameter changes."""
+        capturing = is_capturing()
+        for index, group in enumerate(self.param_groups):
+            self._check_group(index, group)
+            check_dense_gradients(index, group)
+            if capturing and not group["capturable"]:
+                raise ValueError(f"group {index} is captured into a CUDA graph: pass capturable=True")
+            if not group["weight_decay_free"]:
+                continue
+            if group["check_invariance"] and not capturing:
+                self._check_invariance(index, group)
+            if group["capturable"]:
+                self._check_capturable(index, group)
+
+    def _check_invariance(self, index: int, group: Group) -> None:
+        """A scale-invariant weight has ⟨w, ∇L⟩ = 0; look once, at a parameter's first step."""
+        new = [i for i, p in enumerate(group["params"]) if p.grad is not None and "alpha" not in self.state[p]]
+        weights = [group["params"][i].detach() for i in new]
+        for i, p in zip(new, weights):
+            # In double: a float32 sum over a large weight would already be as large as the tolerance in bad cases.
+            w, g = p.double().flatten(), group["params"][i].grad.double().flatten()
+            inner, norm, grad_norm = torch.stack([w @ g, w.norm(), g.norm()]).tolist()
+            label = parameter_label(index, group, i)
+            if norm == 0:
+                raise ValueError(
+                    f"{label} is all zero, so it has no direction to keep: put it in a group with "
+                    "weight_decay_free=False"
+                )
+            if abs(inner) > INVARIANCE_TOLERANCE * norm * grad_norm:
+                raise ValueError(
+                    f"{label} is not scale invariant: the cosine between it and its gradient is "
+                    f"{inner / (norm * grad_norm):.3g}, expected 0 (at most {INVARIANCE_TOLERANCE:g}). Put it in a "
+                    "group with weight_decay_free=False, where weight_decay is applied as usual"
+                )
+
+    def _check_capturable(self, index: int, group: Group) -> None:
+        """Captured scalars are shared by the whole cohort, so its parameters must step together."""
+        stepping = {id(self.state[p]["alpha"]) for p in group["params"] if p.grad is not None and self.state[p]}
+        for i, p in enumerate(group["params"]):
+            label = parameter_label(index, group, i)
+            if p.dtype not in (torch.float32, torch.float64):
+                raise ValueError(f"capturable=True needs float32 or float64 parameters, {label} is {p.dtype}")
+            if p.grad is None and self.state[p] and id(self.state[p]["alpha"]) in stepping:
+                raise ValueError(
+                    f"{label} has no gradient in a step in which its group has: with capturable=True give it a group "
+                    "of its own"
+                )
+
+    def _cohorts(self, group: Group) -> list[list[Tensor]]:
+        """The group's parameters that have gradients, split by device, dtype and history (those with equal α).
+
+        A step without a gradient does not decay a parameter in ``torch.optim``, so its α goes its own way from there.
+        """
+        fresh: dict[Any, list[Tensor]] = {}
+        cohorts: dict[Any, list[Tensor]] = {}
+        for p in group["params"]:
+            if p.grad is None:
+                continue
+            place: tuple[Any, ...] = (p.device, p.dtype)
+            if "alpha" not in self.state[p]:
+                fresh.setdefault(place, []).append(p)
+            elif group["capturable"]:
+                cohorts.setdefault((*place, id(self.state[p]["alpha"])), []).append(p)
+            else:
+                cohorts.setdefault((*place, *(self.state[p][name] for name, _ in self._scalars)), []).append(p)
+        for (device, _), params in fresh.items():
+            for name, start in self._scalars:
+                value = torch.full((), start, dtype=torch.float64, device=device) if group["capturable"] else start
+                for p in params:
+                    self.state[p][name] = value
+        result = [*cohorts.values(), *fresh.values()]
+        one_by_one = group["foreach"] is False and not group["capturable"]
+        return [[p] for params in result for p in params] if one_by_one else result
+
+    def _store(self, group: Group, params: list[Tensor], values: tuple[Any, ...]) -> None:
+        """Write a cohort's new scalars; tensors (shared by the cohort) in place, so that a graph finds them again."""
+        for (name, _), value in zip(self._scalars, values):
+            if group["capturable"]:
+                self.state[params[0]][name].copy_(value)
+            else:
+                for p in params:
+                    self.state[p][name] = value
+
+    def _free_groups(self) -> list[Group]:
+        return [group for group in self.param_groups if group["weight_decay_free"]]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in ``torch.optim``; α stays in double and captured scalars stay shared, bit for bit."""
+        super().load_state_dict(state_dict)
+        saved_state = state_dict["state"]
+        for group, saved_group in zip(self.param_groups, state_dict["param_groups"]):
+            shared: dict[Any, Tensor] = {}
+            for p, key in zip(group["params"], saved_group["params"]):
+                if key not in saved_state or "alpha" not in saved_state[key]:
+                    continue
+                values = tuple(host_value(saved_state[key][name]) for name, _ in self._scalars)
+                for (name, _), value in zip(self._scalars, values):
+                    if group["capturable"]:
+                        tensor = torch.tensor(value, dtype=torch.float64, device=p.device)
+                        self.state[p][name] = shared.setdefault((p.device, p.dtype, name, values), tensor)
+                    else:
+                        self.state[p][name] = value
+
+
+def rescale_factor(alpha: Scalar) -> Scalar:
+    """The power of two that brings α back below RESCALE_AT; 1 while it is there."""
+    if isinstance(alpha, Tensor):
+        return torch.where(alpha >= RESCALE_AT, 1 / RESCALE_AT, 1.0).to(alpha.dtype)
+    return 1.0 if alpha < RESCALE_AT else 2.0 ** -math.floor(math.log2(alpha))
+
+
+class WeightDecayFreeSGD(WeightDecayFree):
+    r"""SGD that follows exactly the directions of ``torch.optim.SGD`` with weight decay, with no weight decay.
+
+    For scale-invariant weights: those that a normalization follows. It needs no reference run: the recursion at the top
+    of this file turns ``weight_decay`` into a factor of the learning rate. State and cost are those of plain momentum
+    SGD (one buffer a parameter, and a few numbers on the host).
+
+    Args:
+        params: parameters, (name, parameter) pairs or groups, as in ``torch.optim``. A group with
+            ``weight_decay_free=False`` gets ordinary SGD with its ``weight_decay``: biases, affine parameters, the
+            last layer.
+        lr: learning rate η of the run to imitate; schedulers change it as usual.
+        momentum: momentum μ of the run to imitate.
+        weight_decay: λ of the run to imitate (``torch.optim.SGD``'s, added to the gradient).
+        nesterov: imitate Nesterov's form.
+        maximize: maximize the objective.
+        foreach: multi-tensor implementation; None chooses it on GPUs, as in ``torch.optim.SGD``.
+        fused: one fused kernel a step (not with ``nesterov`` or ``capturable``).
+        capturable: keep α on the device, without host reads, so that the step can be captured into a CUDA graph.
+        check_invariance: at its first step refuse a weight whose gradient is not orthogonal to it.
+
+    Example:
+        >>> optimizer = WeightDecayFreeSGD(
+        ...     [{"params": convs}, {"params": others, "weight_decay_free": False}],
+        ...     lr=0.1, momentum=0.9, weight_decay=5e-4)
+    """
+
+    _scalars = (("alpha", 1.0), ("kappa", 0.0), ("pending", 1.0))
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        capturable: bool = False,
+        weight_decay_free: bool = True,
+        check_invariance: bool = True,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "maximize": maximize,
+            "foreach": foreach,
+            "fused": fused,
+            "capturable": capturable,
+            "weight_decay_free": weight_decay_free,
+            "check_invariance": check_invariance,
+        }
+        super().__init__(params, defaults)
+
+    def _check_group(self, index: int, group: Group) -> None:
+        lr, momentum, weight_decay = group["lr"], group["momentum"], group["weight_decay"]
+        check_number("lr", lr)
+        check_number("momentum", momentum, below=1.0)
+        check_number("weight_decay", weight_decay)
+        if group["dampening"] != 0:
+            raise ValueError(
+                f"dampening must be 0 (its first step has no weight-decay-free form), got {group['dampening']}"
+            )
+        if group["nesterov"] and momentum == 0:
+            raise ValueError("nesterov=True needs momentum > 0, got momentum 0")
+        if group["fused"] and (group["nesterov"] or group["capturable"]):
+            raise ValueError("fused=True does not go with nesterov=True or capturable=True")
+        if not group["weight_decay_free"]:
+            if group["capturable"] and isinstance(lr, Tensor):
+                raise ValueError(
+                    "a group with weight_decay_free=False needs a Python number as lr when capturable=True"
+                )
+            return
+        bound = largest_decay(momentum, group["nesterov"])
+        if host_known(lr) and host_value(lr) * weight_decay > bound:
+            formula = "((1-momentum)/(1+momentum))^2" if group["nesterov"] else "(1-sqrt(momentum))^2"
+            raise ValueError(
+                f"group {index}: lr * weight_decay = {host_value(lr) * weight_decay:g} is more than {formula} = "
+                f"{bound:g}. There the decay's own momentum overshoots zero: the scale alpha between the two runs "
+                "would turn negative, and a negated weight is not the same function. Lower lr, weight_decay or momentum"
+            )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Take one step. ``closure``, if given, reevaluates the model and returns the loss, which is returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._check_step()
+        # α of every group first: if a schedule is refused, no weight has moved yet.
+        plans = [
+            (group, params, self._next(group, params))
+            for group in self._free_groups()
+            for params in self._cohorts(group)
+        ]
+        for group in self.param_groups:
+            if not group["weight_decay_free"]:
+                self._plain_step(group)
+        for group, params, (lr, new_alpha, new_kappa) in plans:
+            self._move(group, params, lr, new_alpha)
+            factor = rescale_factor(new_alpha)
+            pending: float | Tensor = 1.0
+            if group["capturable"]:
+                # A graph cannot ask whether to rescale: multiply always, mostly by 1; the buffers with the next step.
+                _scale_(params, factor)
+                pending = 1 / factor
+            elif factor != 1:
+                _scale_(params, factor)
+                if group["momentum"] != 0:
+                    _scale_(self._buffers(params), 1 / factor)
+            self._store(group, params, (new_alpha * factor, new_kappa, pending))
+        return loss
+
+    def _plain_step(self, group: Group) -> None:
+        """``torch.optim.SGD``'s own step, for a group with weight_decay_free=False."""
+        params = [p for p in group["params"] if p.grad is not None]
+        grads = [p.grad for p in params]
+        if group["nesterov"] and group["weight_decay"] == 0:
+            # PyTorch's Nesterov would add into p.grad itself: no weight decay made a copy of it.
+            grads = [g.clone() for g in grads]
+        self._sgd(group, params, grads, host_value(group["lr"]), group["weight_decay"])
+
+    def _sgd(self, group: Group, params: list[Tensor], grads: list[Tensor], lr: float, weight_decay: float) -> None:
+        buffers = list(self._buffers(params)) if group["momentum"] != 0 else [None] * len(params)
+        sgd(
+            params,
+            grads,
+            cast(list[Tensor | None], buffers),
+            weight_decay=weight_decay,
+            momentum=group["momentum"],
+            lr=lr,
+            dampening=0.0,
+            nesterov=group["nesterov"],
+            maximize=group["maximize"],
+            foreach=group["foreach"],
+            fused=group["fused"],
+        )
+
+    def _buffers(self, params: list[Tensor]) -> list[Tensor]:
+        # From zero the first step gives μ·0 + ∇L = ∇L, PyTorch's first buffer.
+        for p in params:
+            if "momentum_buffer" not in self.state[p]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        return [self.state[p]["momentum_buffer"] for p in params]
+
+    def _next(self, group: Group, params: list[Tensor]) -> tuple[Any, Any, Any]:
+        """(η_t, α_{t+1}, κ_{t+1}) of a cohort: Python floats, or 0-dim float64 tensors when capturable."""
+        lr = group["lr"].double() if isinstance(group["lr"], Tensor) else group["lr"]
+        if not group["capturable"]:
+            lr = host_value(lr)
+        alpha, kappa = self.state[params[0]]["alpha"], self.state[params[0]]["kappa"]
+        new = next_alpha_kappa(alpha, kappa, lr, group["weight_decay"], group["momentum"], group["nesterov"])
+        if not group["capturable"] and not new[0] > 0:
+            raise ValueError(
+                f"lr {lr:g} and momentum {group['momentum']:g} now turn the scale alpha negative, although lr * "
+                "weight_decay is within its bound: the momentum fell, or the lr rose, too fast after the last step"
+            )
+        return lr, *new
+
+    def _move(self, group: Group, params: list[Tensor], lr: float | Tensor, new_alpha: float | Tensor) -> None:
+        """V ← μV + ∇L and w ← w − η α_t α_{t+1} V, or Nesterov's form of it."""
+        state = self.state[params[0]]
+        step_size = lr * state["alpha"] * new_alpha
+        momentum, pending = group["momentum"], state["pending"]
+        grads = [p.grad for p in params if p.grad is not None]
+        if group["fused"]:
+            self._sgd(group, params, grads, step_size, 0.0)
+            return
+        sign = -1.0 if group["maximize"] else 1.0
+        buffers = self._buffers(params) if momentum != 0 else []
+        if momentum == 0:
+            _add_(params, grads, -sign * step_size)
+        elif group["nesterov"]:
+            _add_(params, grads, -sign * (1 + momentum) * step_size)
+            _add_(params, buffers, -(momentum**2) * pending * step_size)
+            _scale_(buffers, momentum * pending * (1 - lr * group["weight_decay"]))
+            _add_(buffers, grads, sign * (1 + lr * momentum * state["kappa"]))
+        else:
+            _scale_(buffers, momentum * pending)
+            _add_(buffers, grads, sign)
+            _add_(params, buffers, -step_size)
+
+
+def _scale_(xs: list[Tensor], scale: float | Tensor) -> None:
+    torch._foreach_mul_(xs, scale.to(xs[0].dtype) if isinstance(scale, Tensor) else scale)
+
+
+def _add_(xs: list[Tensor], ys: list[Tensor], scale: float | Tensor) -> None:
+    """xs += scale · ys; a device scalar cannot be ``alpha`` without a host read, so it is multiplied in first."""
+    if isinstance(scale, Tensor):
+        torch._foreach_add_(xs, torch._foreach_mul(ys, scale.to(xs[0].dtype)))
+    else:
+        torch._foreach_add_(xs, ys, alpha=scale)
