@@ -99,8 +99,8 @@ def update_running_statistics(
     running_var: Tensor | None,
     mean: Tensor,
     squared: Tensor | None,
-    n: int,
-    momentum: float,
+    n: int | Tensor,
+    momentum: float | Tensor,
     *,
     kind: Kind,
 ) -> None:
@@ -113,7 +113,7 @@ def update_running_statistics(
     Args:
         running_mean, running_var: (C,) or None.
         mean, squared: (C,), the batch's μ and s²; ``squared`` is None for mean-only.
-        n: number of elements per channel.
+        n: number of elements per channel; a tensor where the host does not know it.
         momentum: weight of this batch.
         kind: the statistic.
     """
@@ -123,7 +123,7 @@ def update_running_statistics(
         _move(running_var, squared if kind == "range" else squared * (n / (n - 1)), momentum)
 
 
-def _move(running: Tensor, batch: Tensor, momentum: float) -> None:
+def _move(running: Tensor, batch: Tensor, momentum: float | Tensor) -> None:
     # In the batch's dtype, so that a half-precision buffer is rounded once.
     running.copy_(running.to(batch.dtype) * (1 - momentum) + batch * momentum)
 

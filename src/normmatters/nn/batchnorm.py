@@ -66,13 +66,35 @@ class _LpBatchNorm(_NormBase):
         if momentum is None:  # cumulative average: the count is raised below, once nothing can fail any more
             momentum = 1.0 / (float(self.num_batches_tracked) + 1) if tracked else 0.0  # type: ignore[arg-type]
         use_buffers = tracked or not self.training
-        output = dispatch.batch_norm(
+        output = self._batch_norm(
             input,
             self.running_mean if use_buffers else None,
             self.running_var if use_buffers else None,
+            self.training or (self.running_mean is None and self.running_var is None),
+            momentum,
+            residual,
+        )
+        if tracked and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+        return output
+
+    def _batch_norm(
+        self,
+        input: Tensor,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        training: bool,
+        momentum: float,
+        residual: Tensor | None,
+    ) -> Tensor:
+        """The normalization itself, which :class:`~normmatters.nn.sync.SyncLpBatchNorm` takes over several processes."""
+        return dispatch.batch_norm(
+            input,
+            running_mean,
+            running_var,
             self.weight,
             self.bias,
-            self.training or (self.running_mean is None and self.running_var is None),
+            training,
             momentum,
             self.eps,
             p=self.p,
@@ -82,9 +104,6 @@ class _LpBatchNorm(_NormBase):
             residual=residual,
             memory=self.memory,
         )
-        if tracked and self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-        return output
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() not in self._ranks:
