@@ -87,7 +87,7 @@ class _LpBatchNorm(_NormBase):
         momentum: float,
         residual: Tensor | None,
     ) -> Tensor:
-        """The normalization itself, which :class:`~normmatters.nn.sync.SyncLpBatchNorm` takes over several processes."""
+        """The normalization itself; :class:`~normmatters.nn.sync.SyncLpBatchNorm` takes it over several processes."""
         return dispatch.batch_norm(
             input,
             running_mean,
