@@ -1,0 +1,59 @@
+"""Run folders to a page: ``collect`` reads them, ``judge`` holds them against the paper, the rest draws and writes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from normmatters.lab.report.collect import Collection, collect
+from normmatters.lab.report.figures import png, svg
+from normmatters.lab.report.html import charts, experiments_of, page
+from normmatters.lab.report.judge import Verdict, judge_all
+from normmatters.lab.report.markdown import markdown
+
+__all__ = ["Collection", "Report", "Verdict", "collect", "judge_all", "write_report"]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was written: the page (``html``), the Markdown, and the verdicts that both show."""
+
+    html: Path
+    markdown: Path
+    figures: tuple[Path, ...]
+    verdicts: tuple[Verdict, ...]
+    collection: Collection
+
+
+def write_report(runs: Iterable[str | Path], out: str | Path, *, command: str = "", images: bool = True) -> Report:
+    """Turn the run folders below ``runs`` into ``out/report.html``, ``out/report.md`` and ``out/figures/*``.
+
+    Everything is read before anything is written, and each file is replaced in one step.
+
+    >>> write_report(["runs/quick"], "runs/quick/report").html        # doctest: +SKIP
+    PosixPath('runs/quick/report/report.html')
+    """
+    collection = collect(runs)
+    verdicts = judge_all(collection)
+    folder = Path(out) / "figures"
+    folder.mkdir(parents=True, exist_ok=True)
+    figures: list[Path] = []
+    for e in experiments_of(collection):
+        for i, (_, chart) in enumerate(charts(e, collection)):
+            figures.append(_write(folder / f"{e.name}-{i}.svg", svg(chart, standalone=True, id=f"{e.name}-{i}")))
+            if images:
+                path = folder / f"{e.name}-{i}.png"
+                png(chart, path)
+                figures.append(path)
+    html = _write(Path(out) / "report.html", page(collection, verdicts, command))
+    text = _write(Path(out) / "report.md", markdown(collection, verdicts))
+    return Report(html, text, tuple(figures), tuple(verdicts), collection)
+
+
+def _write(path: Path, text: str) -> Path:
+    part = path.with_name(path.name + ".part")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, path)
+    return path

@@ -1,0 +1,295 @@
+"""Run folders in, results out: which runs there are, what each cell measured, what differs from the paper's setting."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from normmatters.lab import config as _config
+from normmatters.lab import experiments
+from normmatters.lab.experiments import Cell, Paper
+
+__all__ = ["METRICS", "Collection", "Metric", "Number", "Result", "Run", "collect", "describe", "differences"]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A quantity of one epoch: ``key`` in ``metrics.jsonl``, times ``scale``; ``complement`` is 100 minus that."""
+
+    label: str
+    key: str
+    unit: str = ""
+    scale: float = 1.0
+    complement: bool = False
+    digits: int = 2
+    log: bool = False
+
+    def of(self, row: dict[str, Any]) -> float | None:
+        value = row.get(self.key)
+        if not isinstance(value, int | float):
+            return None
+        return 100 - self.scale * value if self.complement else self.scale * value
+
+
+METRICS = {
+    "accuracy": Metric("accuracy", "val_acc", "%", 100.0),
+    "error": Metric("validation error", "val_acc", "%", 100.0, complement=True, log=True),
+    "bleu": Metric("BLEU", "bleu", "", digits=1),
+    "ppl": Metric("perplexity", "val_ppl", log=True),
+    "norm": Metric("mean ‖w‖", "norm_mean", digits=3, log=True),
+    "effective_step": Metric("mean η/‖w‖²", "effective_step_mean", digits=4, log=True),
+    "seconds": Metric("seconds an epoch", "seconds", "s"),
+    "memory": Metric("peak memory", "peak_memory", "GiB", 1 / 2**30),
+}
+
+
+@dataclass(frozen=True)
+class Number:
+    """A mean over ``n`` seeds; ``sd`` is None with one seed; ``se`` is None where it cannot be known."""
+
+    mean: float
+    sd: float | None
+    n: int
+    se: float | None = None
+
+    def text(self, digits: int = 2, unit: str = "") -> str:
+        spread = f" ± {self.sd:.{digits}f}" if self.sd is not None else ""
+        return f"{self.mean:.{digits}f}{spread}{' ' + unit if unit else ''}"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run folder, read."""
+
+    path: Path
+    config: dict[str, Any]
+    environment: dict[str, Any]
+    metrics: list[dict[str, Any]]
+    summary: dict[str, Any] | None
+    error: dict[str, Any] | None
+
+    @property
+    def cell_id(self) -> str:
+        return f"{self.config['experiment']}/{self.config['cell']}"
+
+    @property
+    def seed(self) -> int:
+        return int(self.config["seed"])
+
+    @property
+    def finished(self) -> bool:
+        return self.summary is not None
+
+    @property
+    def diverged(self) -> bool:
+        """Ended because the loss was no longer a number: a result, not a failure of the run."""
+        losses = [row[key] for row in self.metrics for key in ("train_loss", "val_loss") if row.get(key) is not None]
+        told = {**(self.summary or {}), **(self.error or {})}
+        return any(not math.isfinite(x) for x in losses) or told.get("kind") == "diverged" or bool(told.get("diverged"))
+
+    def last(self, metric: Metric) -> float | None:
+        if metric.key == "bleu" and self.summary is not None and (best := metric.of(self.summary)) is not None:
+            return best
+        values = [v for row in self.metrics if (v := metric.of(row)) is not None]
+        return values[-1] if values else metric.of(self.summary or {})
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one cell of the paper measured here: the runs of all its seeds."""
+
+    cell: Cell
+    runs: tuple[Run, ...]
+
+    @property
+    def done(self) -> tuple[Run, ...]:
+        """Runs that say something about the cell: finished, or diverged."""
+        return tuple(r for r in self.runs if r.finished or r.diverged)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return self.runs[0].config
+
+    @property
+    def diverged(self) -> bool:
+        return any(r.diverged for r in self.done)
+
+    def final(self, name: str) -> Number | None:
+        """The last epoch's value over seeds (for ``seconds`` the median epoch); None where no run has it."""
+        metric = METRICS[name]
+        if name == "seconds":
+            epochs = [[x for row in r.metrics if (x := metric.of(row)) is not None] for r in self.done]
+            found: list[float | None] = [statistics.median(e) for e in epochs if e]
+        else:
+            found = [r.last(metric) for r in self.done]
+        values = [v for v in found if v is not None and math.isfinite(v)]
+        if not values:
+            return None
+        sd = statistics.stdev(values) if len(values) > 1 else None
+        mean = statistics.fmean(values)
+        return Number(mean, sd, len(values), self._standard_error(name, mean, sd, len(values)))
+
+    def _standard_error(self, name: str, mean: float, sd: float | None, n: int) -> float | None:
+        """Over seeds where there are three or more; else, for a share of images, that of a sample of their number."""
+        if n >= 3 and sd is not None:
+            return sd / math.sqrt(n)
+        size = next((r.summary.get("val_examples") for r in self.done if r.summary), None)
+        if name in ("accuracy", "error") and size:
+            share = min(max(mean / 100, 0.5 / size), 1 - 0.5 / size)  # 0 of N is not known to be 0
+            return 100 * math.sqrt(share * (1 - share) / size)
+        return sd
+
+    def curve(self, name: str) -> list[tuple[float, float, float, float]]:
+        """``(epoch, mean, lowest, highest)`` over seeds; stops where the first value is not finite."""
+        metric, by_epoch = METRICS[name], dict[float, list[float]]()
+        for run in self.done or self.runs:
+            for row in run.metrics:
+                value = metric.of(row)
+                if value is None:
+                    continue
+                if not math.isfinite(value):
+                    break
+                by_epoch.setdefault(row["epoch"], []).append(value)
+        return [(e, statistics.fmean(v), min(v), max(v)) for e, v in sorted(by_epoch.items())]
+
+
+@dataclass(frozen=True)
+class Collection:
+    """All results by cell id (``same_as`` followed), and the runs that did not finish."""
+
+    results: dict[str, Result]
+    runs: tuple[Run, ...]
+
+    @property
+    def unfinished(self) -> list[Run]:
+        return [r for r in self.runs if not r.finished and not r.diverged]
+
+    def of(self, experiment: str) -> dict[str, Result]:
+        return {r.cell.name: r for id, r in self.results.items() if id.partition("/")[0] == experiment}
+
+    @property
+    def experiments(self) -> list[str]:
+        """Experiments with at least one result: the paper's in its order, then the user's own."""
+        found = {id.partition("/")[0] for id in self.results}
+        paper = [name for name in experiments.experiment_names() if name in found]
+        return paper + sorted(found - set(paper))
+
+
+def collect(paths: Iterable[str | Path]) -> Collection:
+    """Read every run folder below ``paths`` (a folder with ``config.json`` is a run)."""
+    runs: list[Run] = []
+    for path in map(Path, paths):
+        if not path.exists():
+            raise ValueError(f"{path}: no such folder")
+        found = sorted({p.parent for p in path.rglob("config.json")})
+        if not found:
+            raise ValueError(f"{path}: no run folders below it (a run folder has a config.json)")
+        runs += [_read(p) for p in found if p not in {r.path for r in runs}]
+    by_cell: dict[str, list[Run]] = {}
+    for run in runs:
+        by_cell.setdefault(run.cell_id, []).append(run)
+    for id, group in by_cell.items():
+        if len({_identity(run) for run in group}) > 1:
+            where = ", ".join(str(run.path) for run in group[:4])
+            raise ValueError(f"{id} has runs of different settings ({where}): report one folder at a time")
+    cells = {cell.id: cell for cell in experiments.load_cells()}
+    results = {
+        id: Result(cell, tuple(sorted(by_cell[cell.source], key=lambda r: r.seed)))
+        for id, cell in cells.items()
+        if cell.source in by_cell
+    }
+    for id, group in by_cell.items():
+        if id not in cells:
+            label = str(group[0].config.get("label") or group[0].config["cell"])
+            results[id] = Result(Cell(id, label, group[0].path, {}, {}, Paper()), tuple(group))
+    return Collection(results, tuple(runs))
+
+
+def _identity(run: Run) -> str:
+    config = {k: v for k, v in run.config.items() if k not in ("seed", "label", "runtime")}
+    return json.dumps(config, sort_keys=True)
+
+
+def _read(folder: Path) -> Run:
+    def table(name: str) -> dict[str, Any] | None:
+        try:
+            value = json.loads((folder / name).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        except (ValueError, OSError) as error:
+            raise ValueError(f"{folder / name}: cannot be read as JSON: {error}") from None
+        return value if isinstance(value, dict) else None
+
+    config = table("config.json")
+    if config is None or not {"experiment", "cell", "seed"} <= config.keys():
+        raise ValueError(f"{folder / 'config.json'}: not the config of a run (experiment, cell and seed are needed)")
+    rows = []
+    if (folder / "metrics.jsonl").exists():
+        for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+            try:
+                rows.append(json.loads(line))
+            except ValueError:  # the line that was being written when the run was killed
+                break
+    return Run(folder, config, table("environment.json") or {}, rows, table("summary.json"), table("error.json"))
+
+
+_DATA = {
+    "digits": "scikit-learn digits (8×8 grey images)",
+    "cifar10": "CIFAR-10",
+    "tiny_imagenet": "Tiny-ImageNet (200 classes, 64×64)",
+    "imagefolder": "ImageNet",
+    "numbers": "number words, German to English",
+}
+_MODELS = {
+    "small_cnn": "a small convnet",
+    "vgg11": "VGG11",
+    "lstm": "2-layer LSTM with attention",
+    "transformer": "Transformer base",
+    "transformer_small": "a small Transformer",
+}
+
+
+def describe(config: dict[str, Any]) -> dict[str, str]:
+    """The settings of a run that a reader asks for first, in words."""
+    data, model, optim = config["data"], config["model"], config["optim"]
+    name = data["name"]
+    if name == "text":
+        folder = str(data.get("dir") or "parallel text").rpartition("/")[2]
+        name = {"wmt14": "WMT14", "multi30k": "Multi30k"}.get(folder, folder) + f" {data['source']}-{data['target']}"
+    network = str(model["name"])
+    network = _MODELS.get(network, network.replace("resnet", "ResNet-"))
+    sizes = {"width": model.get("width", 1.0), "layers": model.get("layers"), "d_model": model.get("d_model")}
+    extra = [f"{k} {v:g}" for k, v in sizes.items() if v is not None and (k, v) != ("width", 1.0)]
+    text = data["name"] in ("text", "numbers")
+    milestones = ", ".join(f"{m:g}" for m in optim["milestones"])
+    drops = f", ÷{1 / optim['gamma']:g} at {milestones}" if milestones and optim["schedule"] == "step" else ""
+    precision = config.get("precision", {})
+    return {
+        "data": _DATA.get(name, name),
+        "training examples": f"{data['train_size']}" if data.get("train_size") else "all",
+        "network": network + (f" ({', '.join(extra)})" if extra else ""),
+        "batch": f"{data['tokens']} tokens" if text else f"{data['batch_size']}",
+        "epochs": f"{optim['epochs']}",
+        "optimizer": f"{optim['name'].upper() if optim['name'] == 'sgd' else optim['name'].capitalize()}",
+        "learning rate": f"{optim['lr']:g}{drops}",
+        "weight decay": f"{optim['weight_decay']:g}",
+        "precision": {"none": "fp32"}.get(precision.get("amp", "none"), f"{precision.get('amp')} autocast"),
+    }
+
+
+def differences(results: Iterable[Result]) -> list[tuple[str, str, str]]:
+    """``(what, here, in the paper)`` for each setting in which runs differ from the paper's own regime."""
+    found: dict[tuple[str, str, str], None] = {}
+    for result in results:
+        if not result.cell.table and not result.cell.same_as:
+            continue
+        here, paper = describe(result.config), describe(_config.to_dict(result.cell.config("full")))
+        for key, value in here.items():
+            if value != paper[key]:
+                found[(key, value, paper[key])] = None
+    return list(found)

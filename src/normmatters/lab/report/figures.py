@@ -1,0 +1,222 @@
+"""One chart, three forms: inline SVG in the page's own colours, a standalone SVG, a PNG.
+
+The SVG is written by hand because its colours must be CSS variables: the same drawing serves a light and a dark page.
+Series differ by colour and by dash, so that no reader depends on colour alone.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+__all__ = ["DARK", "DASHES", "LIGHT", "Chart", "Series", "legend_key", "png", "svg"]
+
+# Distinguishable for the common colour deficiencies and with >= 3:1 contrast on their background.
+LIGHT = ("#0b62b8", "#c2410c", "#0f7a55", "#8a3fb5", "#8a6a00", "#4b5563")
+DARK = ("#6cb6ff", "#ff9a62", "#46d6a0", "#d6a2ff", "#eac54f", "#b6bfca")
+DASHES = ("", "7 3", "2 2.5", "9 3 2 3", "5 2 1 2", "1 3")
+_WIDTH, _HEIGHT = 460, 300
+_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 12, 12, 40
+
+
+@dataclass(frozen=True)
+class Series:
+    """``points`` are (x, mean, low, high); ``slot`` picks colour and dash, so that a cell looks the same everywhere."""
+
+    label: str
+    points: tuple[tuple[float, float, float, float], ...]
+    slot: int
+
+
+@dataclass(frozen=True)
+class Chart:
+    title: str
+    y_label: str
+    series: tuple[Series, ...]
+    log: bool = False
+    unit: str = ""
+    x_label: str = "epoch"
+
+    @property
+    def drawable(self) -> bool:
+        return any(s.points for s in self.series)
+
+
+def _y_range(chart: Chart) -> tuple[float, float]:
+    """All curves' ends and most of their middles; the first steep epochs may leave the frame."""
+    values = sorted(p[1] for s in chart.series for p in s.points if not chart.log or p[1] > 0)
+    if not values:
+        return (0.1, 1.0) if chart.log else (0.0, 1.0)
+    if chart.log:
+        low, high = values[0], values[-1]
+        return (low / 1.15, high * 1.15) if high / low > 1.05 else (low / 1.2, high * 1.2)
+    ends = max(s.points[-1][1] for s in chart.series if s.points)
+    high = max(values[math.ceil(0.93 * len(values)) - 1], ends)
+    low = values[0]
+    pad = 0.08 * (high - low) or 0.1 * abs(high) or 1.0
+    return (max(0.0, low - pad) if low >= 0 else low - pad), high + pad
+
+
+def _ticks(low: float, high: float, log: bool) -> list[float]:
+    if log:
+        steps = [m * 10.0**e for e in range(-12, 13) for m in (1, 2, 5)]
+        found = [t for t in steps if low <= t <= high]
+        if len(found) > 7:
+            found = [t for t in found if round(math.log10(t), 6).is_integer()]
+        if len(found) >= 3:
+            return found
+    raw = (high - low) / 5
+    size = 10.0 ** math.floor(math.log10(raw))
+    step = next(m * size for m in (1, 2, 2.5, 5, 10) if m * size >= raw)
+    first = math.ceil(low / step - 1e-9)
+    return [round(k * step, 12) for k in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def svg(chart: Chart, *, standalone: bool = False, id: str = "chart") -> str:
+    """The chart as SVG. ``standalone`` adds its own colours and a legend; else the page's CSS variables apply."""
+    xs = [p[0] for s in chart.series for p in s.points] or [0.0, 1.0]
+    x0, x1 = min(xs), max(max(xs), min(xs) + 1)
+    y0, y1 = _y_range(chart)
+    width, height = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
+
+    def fx(x: float) -> float:
+        return round(_LEFT + (x - x0) / (x1 - x0) * width, 1)
+
+    def fy(y: float) -> float:
+        if chart.log:
+            y = math.log(max(y, y0 * 1e-3) / y0) / math.log(y1 / y0)
+        else:
+            y = (y - y0) / (y1 - y0)
+        return round(_TOP + (1 - min(max(y, -1.0), 2.0)) * height, 1)
+
+    parts = []
+    for tick in _ticks(y0, y1, chart.log):
+        parts.append(f'<path class="grid" d="M{_LEFT} {fy(tick)}H{_WIDTH - _RIGHT}"/>')
+        parts.append(f'<text x="{_LEFT - 7}" y="{fy(tick) + 4}" text-anchor="end">{_number(tick)}</text>')
+    for tick in _ticks(x0, x1, False):
+        if tick == int(tick):
+            parts.append(f'<path class="axis" d="M{fx(tick)} {_HEIGHT - _BOTTOM}v4"/>')
+            parts.append(f'<text x="{fx(tick)}" y="{_HEIGHT - _BOTTOM + 17}" text-anchor="middle">{tick:g}</text>')
+    parts.append(f'<path class="axis" d="M{_LEFT} {_HEIGHT - _BOTTOM}H{_WIDTH - _RIGHT}"/>')
+    label = chart.y_label + (f" ({chart.unit})" if chart.unit else "")
+    parts.append(f'<text x="{_LEFT + width / 2}" y="{_HEIGHT - 5}" text-anchor="middle">{escape(chart.x_label)}</text>')
+    middle = _TOP + height / 2
+    parts.append(
+        f'<text transform="rotate(-90 11 {middle})" x="11" y="{middle}" text-anchor="middle">{escape(label)}</text>'
+    )
+    clip = f"clip-{id}"
+    parts.append(
+        f'<clipPath id="{clip}"><rect x="{_LEFT}" y="{_TOP}" width="{width + 4}" height="{height}"/></clipPath>'
+    )
+    parts.append(f'<g clip-path="url(#{clip})">')
+    for s in chart.series:
+        if not s.points:
+            continue
+        color, dash = f"var(--s{s.slot % 6})", DASHES[s.slot % 6]
+        parts.append(f'<g class="series" data-slot="{s.slot}"><title>{escape(s.label)}</title>')
+        if any(hi > lo for _, _, lo, hi in s.points):
+            edge = [f"{fx(x)},{fy(hi)}" for x, _, _, hi in s.points] + [
+                f"{fx(x)},{fy(lo)}" for x, _, lo, _ in s.points[::-1]
+            ]
+            parts.append(f'<polygon points="{" ".join(edge)}" style="fill:{color};opacity:.14"/>')
+        line = " ".join(f"{fx(x)},{fy(mean)}" for x, mean, _, _ in s.points)
+        dashes = f' stroke-dasharray="{dash}"' if dash else ""
+        parts.append(f'<polyline points="{line}"{dashes} style="stroke:{color}"/>')
+        x, mean, *_ = s.points[-1]
+        parts.append(f'<circle cx="{fx(x)}" cy="{fy(mean)}" r="2.6" style="fill:{color}"/></g>')
+    parts.append("</g>")
+    summary = "; ".join(f"{s.label} ends at {_number(s.points[-1][1])}" for s in chart.series if s.points)
+    aria = f'role="img" aria-label="{escape(f"{chart.title}, {label} by {chart.x_label}: {summary}", quote=True)}"'
+    if standalone:
+        rows = _legend_rows(chart.series)
+        total = _HEIGHT + 18 * len(rows) + 26
+        head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 -22 {_WIDTH} {total}" width="{_WIDTH}" {aria}>'
+        title = f'<text class="title" x="{_LEFT}" y="-6">{escape(chart.title)}</text>'
+        back = '<rect class="page" y="-22" width="100%" height="100%"/>'
+        return f"{head}<style>{_style()}</style>{back}{title}{''.join(parts + rows)}</svg>\n"
+    data = {
+        "x": [_LEFT, _WIDTH - _RIGHT, x0, x1],
+        "unit": chart.unit,
+        "series": [
+            {"label": s.label, "slot": s.slot, "p": [[x, _short(m)] for x, m, *_ in s.points]} for s in chart.series
+        ],
+    }
+    blob = escape(json.dumps(data, ensure_ascii=False, separators=(",", ":")), quote=True)
+    cross = f'<path class="cross" d="M0 {_TOP}v{height}"/>'
+    return (
+        f'<svg class="chart" viewBox="0 0 {_WIDTH} {_HEIGHT}" {aria} data-chart="{blob}">{"".join(parts)}{cross}</svg>'
+    )
+
+
+def legend_key(slot: int) -> str:
+    """A short piece of the line of ``slot``, for a legend in HTML."""
+    dash = DASHES[slot % 6]
+    dashes = f' stroke-dasharray="{dash}"' if dash else ""
+    line = f'<path d="M1 5H27"{dashes} style="stroke:var(--s{slot % 6})"/>'
+    return f'<svg class="key" viewBox="0 0 28 10" aria-hidden="true">{line}</svg>'
+
+
+def _legend_rows(series: Iterable[Series]) -> list[str]:
+    rows = []
+    for i, s in enumerate(series):
+        y = _HEIGHT + 14 + 18 * i
+        dash = DASHES[s.slot % 6]
+        dashes = f' stroke-dasharray="{dash}"' if dash else ""
+        rows.append(
+            f'<polyline points="{_LEFT},{y - 4} {_LEFT + 28},{y - 4}"{dashes} style="stroke:var(--s{s.slot % 6})"/>'
+        )
+        rows.append(f'<text x="{_LEFT + 36}" y="{y}">{escape(s.label)}</text>')
+    return rows
+
+
+def _style() -> str:
+    def theme(colors: tuple[str, ...], text: str, grid: str, page: str) -> str:
+        slots = ";".join(f"--s{i}:{c}" for i, c in enumerate(colors))
+        return f"svg{{{slots};--text:{text};--grid:{grid};--page:{page}}}"
+
+    shapes = (
+        "text{font:12px system-ui,sans-serif;fill:var(--text)}.title{font-weight:600}.page{fill:var(--page)}"
+        "polyline{fill:none;stroke-width:2;stroke-linejoin:round}.grid{stroke:var(--grid)}.axis{stroke:var(--text)}"
+    )
+    dark = theme(DARK, "#c9d1d9", "#30363d", "#0d1117")
+    return f"{theme(LIGHT, '#24292f', '#e3e7ec', '#ffffff')}{shapes}@media(prefers-color-scheme:dark){{{dark}}}"
+
+
+def png(chart: Chart, path: Path) -> None:
+    """The same chart by matplotlib, for places that take no SVG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+    axes = figure.add_subplot()
+    for s in chart.series:
+        if not s.points:
+            continue
+        x, mean, low, high = zip(*s.points, strict=True)
+        dash = DASHES[s.slot % 6]
+        style = (0, tuple(float(d) for d in dash.split())) if dash else "-"
+        axes.plot(x, mean, color=LIGHT[s.slot % 6], linestyle=style, linewidth=1.7, label=s.label)
+        axes.fill_between(x, low, high, color=LIGHT[s.slot % 6], alpha=0.13, linewidth=0)
+    axes.set(title=chart.title, xlabel=chart.x_label, ylabel=chart.y_label + (f" ({chart.unit})" if chart.unit else ""))
+    if chart.log:
+        axes.set_yscale("log")
+    axes.set_ylim(*_y_range(chart))
+    axes.grid(axis="y", color="#e3e7ec")
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=8.5)
+    FigureCanvasAgg(figure).print_png(path)
+
+
+def _number(value: float) -> str:
+    if value and (abs(value) < 1e-3 or abs(value) >= 1e5):
+        mantissa, _, exponent = f"{value:.1e}".partition("e")
+        return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
+    return f"{value:.4g}"
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.5g}")

@@ -1,0 +1,312 @@
+"""The page: one HTML file that needs nothing else. Layout, colours and script are in ``page.html``; this fills it."""
+
+from __future__ import annotations
+
+import platform
+from collections import Counter
+from collections.abc import Sequence
+from html import escape
+from importlib import resources
+from string import Template
+
+from normmatters.lab.paper import EXPERIMENTS, Experiment, Panel
+from normmatters.lab.report.collect import METRICS, Collection, Result, Run, describe, differences
+from normmatters.lab.report.figures import DARK, LIGHT, Chart, Series, legend_key, svg
+from normmatters.lab.report.judge import MARKS, Verdict
+
+__all__ = ["charts", "experiments_of", "page", "slots"]
+
+_WORDS = {"holds": "✓ holds", "fails": "✗ fails", "open": "– open"}
+_DARK_PAGE = (
+    "--page:#0d1117; --soft:#161b22; --text:#e6edf3; --dim:#9aa5b1; --line:#30363d; --grid:#21262d; --link:#6cb6ff; "
+    "--good:#56d68a; --good-bg:#12301f; --bad:#ff8f85; --bad-bg:#3b1715; --open:#aab4bf; --open-bg:#21262d; "
+    "--note:#eac54f; --note-bg:#2b2410;"
+)
+
+
+def page(collection: Collection, verdicts: Sequence[Verdict], command: str = "") -> str:
+    """The whole report as one HTML string."""
+    sections = experiments_of(collection)
+    links = ['<li><a href="#summary">Summary</a></li>']
+    links += [f'<li><a href="#{e.name}">{escape(e.title)}{_score(e, verdicts)}</a></li>' for e in sections]
+    body = [_summary(sections, verdicts), *(_section(e, collection, verdicts) for e in sections)]
+    if collection.unfinished:
+        body.append(_unfinished(collection.unfinished))
+        links.append('<li><a href="#unfinished">Not finished</a></li>')
+    with resources.files("normmatters.lab.report").joinpath("page.html").open(encoding="utf-8") as file:
+        template = Template(file.read())
+    return template.substitute(
+        title="Norm matters, measured",
+        light=_slots(LIGHT),
+        dark_page=_DARK_PAGE + _slots(DARK),
+        toc="\n".join(links),
+        lead="Every figure and table of “Norm matters: efficient and accurate normalization schemes in deep networks” "
+        "(Hoffer, Banner, Golan, Soudry, 2018), redrawn from the runs in this folder, the paper’s number beside ours.",
+        facts="\n".join(f"<li>{escape(k)} <b>{escape(v)}</b></li>" for k, v in facts(collection).items()),
+        body="\n".join(body),
+        footer=_footer(command),
+    )
+
+
+def facts(collection: Collection) -> dict[str, str]:
+    """What the whole report rests on: how many runs, on which data, where, and how long."""
+    env = next((r.environment for r in collection.runs if r.environment), {})
+    data = Counter(describe(r.config)["data"] for r in collection.runs)
+    seeds = sorted({r.seed for r in collection.runs})
+    seconds = sum(float(row.get("seconds") or 0) for r in collection.runs for row in r.metrics)
+    found = {
+        "Runs": f"{len([r for r in collection.runs if r.finished or r.diverged])} of {len(collection.runs)}",
+        "Seeds": f"{len(seeds)}",
+        "Data": ", ".join(data),
+        "Device": str(env.get("device_name") or env.get("device") or "unknown"),
+        "torch": str(env.get("torch") or env.get("torch_version") or "unknown"),
+        "Training time": f"{seconds / 3600:.1f} h" if seconds >= 3600 else f"{seconds / 60:.1f} min",
+    }
+    return {k: v for k, v in found.items() if v != "unknown"}
+
+
+def experiments_of(collection: Collection) -> list[Experiment]:
+    """The paper's experiments that have results, then one made up for each experiment of the user's own."""
+    known = {e.name: e for e in EXPERIMENTS}
+    found = []
+    for name in collection.experiments:
+        results = collection.of(name)
+        if name in known:
+            found.append(known[name])
+            continue
+        text = [c for c, r in results.items() if r.config["data"]["name"] in ("text", "numbers")]
+        image = [c for c in results if c not in text]
+        panels = [Panel("Validation error", tuple(image))] if image else []
+        panels += [Panel("Validation perplexity", tuple(text), "ppl")] if text else []
+        found.append(Experiment(name, name, "Your own runs", "", tuple(panels), tuple(results)))
+    return found
+
+
+def charts(experiment: Experiment, collection: Collection) -> list[tuple[Panel, Chart]]:
+    """The panels that have something to draw."""
+    results, found = collection.of(experiment.name), []
+    for panel in experiment.panels:
+        metric = METRICS[panel.metric]
+        series = tuple(
+            Series(results[name].cell.label, tuple(results[name].curve(panel.metric)), slot)
+            for slot, name in enumerate(panel.cells)
+            if name in results
+        )
+        chart = Chart(panel.title, metric.label, series, metric.log, metric.unit)
+        if chart.drawable:
+            found.append((panel, chart))
+    return found
+
+
+def slots(experiment: Experiment) -> dict[str, int]:
+    """Which colour and dash a cell has in its panels."""
+    return {name: slot for panel in experiment.panels for slot, name in enumerate(panel.cells)}
+
+
+def _slots(colors: Sequence[str]) -> str:
+    return " ".join(f"--s{i}:{c};" for i, c in enumerate(colors))
+
+
+def _score(experiment: Experiment, verdicts: Sequence[Verdict]) -> str:
+    own = Counter(v.verdict for v in verdicts if v.claim.experiment == experiment.name)
+    css = {"holds": "good", "fails": "bad", "open": ""}
+    marks = [f'<i class="{css[kind]}">{own[kind]}{mark}</i>' for kind, mark in MARKS.items() if own[kind]]
+    return f' <span class="score">{" ".join(marks)}</span>' if marks else ""
+
+
+def _summary(sections: Sequence[Experiment], verdicts: Sequence[Verdict]) -> str:
+    count = Counter(v.verdict for v in verdicts)
+    tally = (
+        f'<div class="holds"><b>{count["holds"]}</b>claims hold here</div>'
+        f'<div class="fails"><b>{count["fails"]}</b>do not</div>'
+        f'<div class="open"><b>{count["open"]}</b>cannot be told from these runs</div>'
+    )
+    rows = []
+    for e in sections:
+        own = [v for v in verdicts if v.claim.experiment == e.name]
+        if own:
+            link = f'<a href="#{e.name}">{escape(e.title)} · {escape(e.topic)}</a>'
+            rows.append(f'<tr class="group"><td colspan="4">{link}</td></tr>')
+            rows += [_claim_row(v) for v in own]
+    rule = (
+        "A claim is judged by the rule beside it. Noise is two standard errors: over seeds where there are three or "
+        "more, else that of a validation set of its size. A difference within the noise is left open."
+    )
+    table = f'<table class="stack claims">{_CLAIM_HEAD}<tbody>{"".join(rows)}</tbody></table>' if rows else ""
+    head = f'<h2>Does it hold?{_anchor("summary")}</h2><div class="tally">{tally}</div>'
+    return f'<section id="summary">{head}<p class="shows dim">{rule}</p>{table}</section>'
+
+
+_CLAIM_HEAD = "<thead><tr><th>Claim</th><th>Verdict</th><th>Measured</th><th>Rule</th></tr></thead>"
+
+
+def _claim_row(v: Verdict) -> str:
+    return (
+        f'<tr><td>{escape(v.claim.text)} <span class="dim">({v.claim.check})</span></td>'
+        f'<td class="verdict"><span class="chip {v.verdict}">{_WORDS[v.verdict]}</span></td>'
+        f'<td class="measured">{escape(v.measured)}</td><td class="rule dim">{escape(v.claim.rule_text)}</td></tr>'
+    )
+
+
+def _anchor(name: str) -> str:
+    return f'<a class="anchor" href="#{name}" aria-label="Link to this section">#</a>'
+
+
+def _section(e: Experiment, collection: Collection, verdicts: Sequence[Verdict]) -> str:
+    results = collection.of(e.name)
+    parts = [f'<section id="{e.name}"><h2><small>{escape(e.title)}</small>{escape(e.topic)}{_anchor(e.name)}</h2>']
+    if e.shows:
+        parts.append(f'<p class="shows"><b>The paper.</b> {_code(e.shows)}</p>')
+    parts += [_differences(results), _panels(e, collection), _table(e, results)]
+    own = [v for v in verdicts if v.claim.experiment == e.name]
+    if own:
+        parts.append(f'<details open><summary>Claims</summary><table class="stack claims">{_CLAIM_HEAD}<tbody>')
+        parts += [*(_claim_row(v) for v in own), "</tbody></table></details>"]
+    parts += [_regimes(results), "</section>"]
+    return "".join(parts)
+
+
+def _code(text: str) -> str:
+    pieces = escape(text).split("`")
+    return "".join(f"<code>{p}</code>" if i % 2 else p for i, p in enumerate(pieces))
+
+
+def _differences(results: dict[str, Result]) -> str:
+    if not any(r.cell.table or r.cell.same_as for r in results.values()):
+        return ""
+    found: dict[str, list[str]] = {}
+    for what, here, paper in differences(results.values()):
+        found.setdefault(what, []).append(f"{here} instead of {paper}")
+    seeds = max(len(r.done) for r in results.values())
+    seed_text = f"{seeds} seed{'s' if seeds != 1 else ''} each" if seeds else "no finished run yet"
+    if not found:
+        return f'<div class="note plain"><b>The paper’s own setting</b>, {seed_text}.</div>'
+    items = "".join(
+        f"<li>{escape(what.capitalize())}: {escape('; '.join(texts))}</li>" for what, texts in found.items()
+    )
+    return f'<div class="note"><b>Not the paper’s setting</b>: {seed_text}.<ul>{items}</ul></div>'
+
+
+def _panels(e: Experiment, collection: Collection) -> str:
+    drawn = charts(e, collection)
+    if not drawn:
+        return ""
+    shared = len({tuple((s.label, s.slot) for s in chart.series) for _, chart in drawn}) == 1
+    figures = []
+    for i, (panel, chart) in enumerate(drawn):
+        legend = "" if shared else _legend(chart)
+        group = "" if shared else " data-group"
+        drawing = f"<figcaption>{escape(panel.title)}</figcaption>{svg(chart, id=f'{e.name}-{i}')}"
+        figures.append(f"<figure{group}>{drawing}{legend}</figure>")
+    if shared:  # beside an odd panel there is room for the one legend; else it goes below the panels
+        figures.append(_legend(drawn[0][1], "beside" if len(drawn) % 2 else "below"))
+    return f'<div class="panels"{" data-group" if shared else ""}>{"".join(figures)}</div>'
+
+
+def _legend(chart: Chart, place: str = "below") -> str:
+    items = (
+        f'<li><button type="button" data-slot="{s.slot}" aria-pressed="true">'
+        f"{legend_key(s.slot)}{escape(s.label)}</button></li>"
+        for s in chart.series
+    )
+    return f'<ul class="legend {place}">{"".join(items)}</ul>'
+
+
+def _table(e: Experiment, results: dict[str, Result]) -> str:
+    """The cells with the paper's number and ours. A setting that all rows share is said once, in the head."""
+    rows = {name: results[name] for name in e.rows if name in results}
+    slot, costs = slots(e), e.name == "speed"
+    theirs = {r.cell.paper.setting for r in rows.values()}
+    ours = {name: _setting(r) for name, r in rows.items()}
+    ours_once, theirs_once = len(set(ours.values())) == 1, len(theirs) == 1
+    columns = ("Seconds an epoch", "Peak memory") if costs else ("Paper", "Here")
+    subs = ("", "") if costs else (next(iter(theirs)) if theirs_once else "", "")
+    if ours_once and rows:
+        subs = (subs[0], next(iter(ours.values())))
+    head = "".join(f'<th class="num">{h}{_sub(sub)}</th>' for h, sub in zip(columns, subs, strict=True))
+    body = []
+    for name, r in rows.items():
+        key = legend_key(slot[name]) if name in slot else ""
+        if costs:
+            cells = _cell(r, "seconds", columns[0]) + _cell(r, "memory", columns[1])
+        else:
+            cells = _paper(r, not theirs_once) + _cell(r, r.cell.paper.metric, "Here", "" if ours_once else ours[name])
+        body.append(
+            f'<tr><td>{key}{escape(r.cell.label)}</td>{cells}<td class="num" data-name="Seeds">{len(r.done)}</td></tr>'
+        )
+    return (
+        f'<table class="stack"><thead><tr><th>Cell</th>{head}<th class="num">Seeds</th></tr></thead>'
+        f"<tbody>{''.join(body)}</tbody></table>"
+    )
+
+
+def _setting(r: Result) -> str:
+    words = describe(r.config)
+    return f"{words['network']}, {words['data']}"
+
+
+def _sub(text: str) -> str:
+    return f'<span class="sub">{escape(text)}</span>' if text else ""
+
+
+def _paper(r: Result, with_setting: bool) -> str:
+    paper, metric = r.cell.paper, METRICS[r.cell.paper.metric]
+    value = f"{paper.value:g} {metric.unit or metric.label}" if paper.value is not None else paper.note or "–"
+    note = paper.note if paper.value is not None else ""
+    setting = _sub(paper.setting) if with_setting else ""
+    return f'<td class="num" data-name="Paper">{escape(value)}{_sub(note)}{setting}</td>'
+
+
+def _cell(r: Result, name: str, head: str, setting: str = "") -> str:
+    metric, number = METRICS[name], r.final(name)
+    if r.diverged:
+        text = "diverged"
+    elif number is None:
+        text = "–"
+    else:
+        text = number.text(metric.digits, metric.unit or (metric.label if name in ("bleu", "ppl") else ""))
+    return f'<td class="num" data-name="{escape(head)}"><b>{escape(text)}</b>{_sub(setting)}</td>'
+
+
+def _regimes(results: dict[str, Result]) -> str:
+    """The settings of every cell, those that are the same in all of them said once."""
+    described = {r.cell.label: {**describe(r.config), **_special(r)} for r in results.values()}
+    if not described:
+        return ""
+    keys = list(dict.fromkeys(k for words in described.values() for k in words))
+    rows = []
+    for key in keys:
+        values = {label: words.get(key, "–") for label, words in described.items()}
+        same = len(set(values.values())) == 1
+        text = (
+            next(iter(values.values())) if same else "; ".join(f"{label}: {value}" for label, value in values.items())
+        )
+        rows.append(f"<tr><td>{escape(key.capitalize())}</td><td>{escape(text)}</td></tr>")
+    return f'<details><summary>Regime</summary><div class="scroll"><table>{"".join(rows)}</table></div></details>'
+
+
+def _special(r: Result) -> dict[str, str]:
+    model, optim, precision = r.config["model"], r.config["optim"], r.config.get("precision", {})
+    found = {"norm": f"{model['norm']}, constant {model['constant']}", "weight norm": str(model["weight_norm"])}
+    if optim.get("mode", "wd_on") != "wd_on":
+        found["weight-decay mode"] = str(optim["mode"])
+    if precision.get("arithmetic"):
+        found["batch norm arithmetic"] = f"{precision['arithmetic']}, sums in {precision.get('accumulate') or 'fp32'}"
+    return found
+
+
+def _unfinished(runs: Sequence[Run]) -> str:
+    items = []
+    for run in runs:
+        reason = str(
+            (run.error or {}).get("message") or f"stopped after {len(run.metrics)} epochs; the same command goes on"
+        )
+        items.append(f"<li><b>{escape(run.cell_id)}, seed {run.seed}</b>: <code>{escape(reason)}</code></li>")
+    head = f'<section id="unfinished"><h2>Not finished{_anchor("unfinished")}</h2>'
+    return f'{head}<div class="note err"><ul>{"".join(items)}</ul></div></section>'
+
+
+def _footer(command: str) -> str:
+    made = f"<p>Made by</p><pre><code>{escape(command)}</code></pre>" if command else ""
+    text = "A band around a line spans the seeds; a dot ends it."
+    return f"{made}<p>normmatters on Python {platform.python_version()}. {text}</p>"

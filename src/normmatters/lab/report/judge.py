@@ -1,0 +1,128 @@
+"""Does each claim of the paper hold in these runs? The rules are stated in ``normmatters.lab.paper``."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from normmatters.lab.paper import CLAIMS, Claim
+from normmatters.lab.report.collect import METRICS, Collection, Number, Result
+
+__all__ = ["MARKS", "Kind", "Verdict", "judge", "judge_all"]
+
+Kind = Literal["holds", "fails", "open"]
+MARKS: dict[Kind, str] = {"holds": "✓", "fails": "✗", "open": "–"}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """``open``: not run, or closer than the runs can tell; ``measured`` says which, with the numbers."""
+
+    claim: Claim
+    verdict: Kind
+    measured: str
+
+    @property
+    def mark(self) -> str:
+        return MARKS[self.verdict]
+
+
+def judge_all(collection: Collection) -> list[Verdict]:
+    """Every claim of the experiments that were run."""
+    return [judge(claim, collection) for claim in CLAIMS if claim.experiment in collection.experiments]
+
+
+def judge(claim: Claim, collection: Collection) -> Verdict:
+    """Judge one claim. A cell without a finished run leaves it open."""
+    a, b = collection.results.get(claim.a), collection.results.get(claim.b)
+    if a is None or not a.done:
+        return Verdict(claim, "open", f"no finished run of {claim.a}")
+    if b is None or not b.done:
+        return Verdict(claim, "open", f"no finished run of {claim.b}")
+    if claim.rule == "diverges":
+        return _diverges(claim, a, b)
+    if claim.rule == "sooner":
+        return _sooner(claim, a, b)
+    if claim.rule == "follows":
+        return _follows(claim, a, b, collection.results.get(claim.c or ""))
+    if claim.rule == "cheaper":
+        return _cheaper(claim, a, b)
+    if a.diverged or b.diverged:
+        holds = claim.rule == "better" and not a.diverged
+        return Verdict(claim, "holds" if holds else "fails", f"{(b if b.diverged else a).cell.label} diverged")
+    x, y = a.final(claim.metric), b.final(claim.metric)
+    if x is None or y is None:
+        return Verdict(claim, "open", f"no {METRICS[claim.metric].label} recorded")
+    gap, noise = x.mean - y.mean, _noise(x, y)
+    digits = METRICS[claim.metric].digits
+    measured = f"{x.mean:.{digits}f} − {y.mean:.{digits}f} = {gap:+.{digits}f} (noise {noise:.{digits}f})"
+    verdict: Kind
+    if claim.rule == "better":
+        verdict = "holds" if gap > noise else "fails" if gap < -noise else "open"
+    else:
+        over = abs(gap) - claim.margin
+        # A difference that is the margin itself in print must not fail on the last bit of a float.
+        verdict = "holds" if over <= 1e-9 else "fails" if over > noise else "open"
+    return Verdict(claim, verdict, measured)
+
+
+def _noise(x: Number, y: Number) -> float:
+    return 2 * math.hypot(x.se or 0.0, y.se or 0.0)
+
+
+def _diverges(claim: Claim, a: Result, b: Result) -> Verdict:
+    if a.diverged:
+        return Verdict(claim, "holds", f"loss not finite after {len(a.curve('error'))} epochs")
+    x, y = a.final(claim.metric), b.final(claim.metric)
+    if x is None or y is None:
+        return Verdict(claim, "open", "no accuracy recorded")
+    lost = y.mean - x.mean
+    return Verdict(claim, "holds" if lost >= claim.margin else "fails", f"{x.mean:.2f}: {lost:+.2f} points lost")
+
+
+def _sooner(claim: Claim, a: Result, b: Result) -> Verdict:
+    target = claim.target or 0.0
+    first = [next((e for e, mean, *_ in r.curve("error") if mean <= target), None) for r in (a, b)]
+    if first[0] is None:
+        end = a.final("error")
+        reached = f"only {end.mean:.2f} % reached" if end else "no error recorded"
+        return Verdict(claim, "fails" if first[1] is not None else "open", reached)
+    if first[1] is None:
+        return Verdict(claim, "holds", f"epoch {first[0]:g}, without it never")
+    ratio = first[1] / max(first[0], 1)
+    return Verdict(claim, "holds" if ratio >= claim.margin else "fails", f"epoch {first[0]:g} against {first[1]:g}")
+
+
+def _follows(claim: Claim, a: Result, b: Result, c: Result | None) -> Verdict:
+    if c is None or not c.done:
+        return Verdict(claim, "open", f"no finished run of {claim.c}")
+    here, other = _gap(a, b), _gap(c, b)
+    if here is None or other is None:
+        return Verdict(claim, "open", "no common epochs")
+    text = f"mean gap {here:.2f} points, WD off {other:.2f}"
+    return Verdict(claim, "holds" if here <= other / 2 else "fails", text)
+
+
+def _gap(a: Result, b: Result) -> float | None:
+    """Mean |a − b| over the epochs that both have, seed by seed: the same seed starts from the same weights."""
+    metric, gaps = METRICS["error"], []
+    others = {run.seed: {row["epoch"]: metric.of(row) for row in run.metrics} for run in b.done}
+    for run in a.done:
+        for row in run.metrics:
+            x, y = metric.of(row), others.get(run.seed, {}).get(row["epoch"])
+            if x is not None and y is not None:
+                gaps.append(abs(x - y))
+    return sum(gaps) / len(gaps) if gaps else None
+
+
+def _cheaper(claim: Claim, a: Result, b: Result) -> Verdict:
+    metric = METRICS[claim.metric]
+    x, y = a.final(claim.metric), b.final(claim.metric)
+    if x is None or y is None:
+        return Verdict(claim, "open", f"no {metric.label} recorded")
+    measured = f"{x.mean:.2f} against {y.mean:.2f} {metric.unit}"
+    devices = {str(run.environment.get("device", "")) for run in (*a.done, *b.done)}
+    if not all(name.startswith("cuda") for name in devices):
+        return Verdict(claim, "open", f"{measured}: a CPU says nothing about it")
+    return Verdict(claim, "holds" if x.mean < y.mean else "fails", measured)

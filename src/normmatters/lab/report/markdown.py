@@ -1,0 +1,56 @@
+"""The report as Markdown, for a README: the claims, then a table a figure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from normmatters.lab.report.collect import METRICS, Collection, Result, describe, differences
+from normmatters.lab.report.html import charts, experiments_of, facts
+from normmatters.lab.report.judge import Verdict
+
+__all__ = ["markdown"]
+
+
+def markdown(collection: Collection, verdicts: Sequence[Verdict], figures: str = "figures") -> str:
+    """The report as Markdown; images are links into the folder ``figures``."""
+    count = Counter(v.verdict for v in verdicts)
+    lines = ["# Norm matters, measured", ""]
+    lines += [" · ".join(f"{k}: {v}" for k, v in facts(collection).items()), ""]
+    lines += [
+        f"**{count['holds']} claims hold, {count['fails']} do not, {count['open']} cannot be told from these runs.**",
+        "",
+    ]
+    if verdicts:
+        lines += ["| | Claim | Measured | Rule |", "|---|---|---|---|"]
+        lines += [_row(v.mark, f"{v.claim.text} ({v.claim.check})", v.measured, v.claim.rule_text) for v in verdicts]
+    for e in experiments_of(collection):
+        results = collection.of(e.name)
+        lines += ["", f"## {e.title}: {e.topic}", ""]
+        changed = differences(results.values())
+        if changed:
+            text = "; ".join(f"{what}: {here} instead of {paper}" for what, here, paper in changed)
+            lines += [f"Not the paper's setting. {text}.", ""]
+        for i, (panel, _) in enumerate(charts(e, collection)):
+            lines += [f"![{e.title}: {panel.title}]({figures}/{e.name}-{i}.svg)", ""]
+        lines += ["| Cell | Paper | Here | Seeds | Data and network |", "|---|---:|---:|---:|---|"]
+        lines += [_result(results[name]) for name in e.rows if name in results]
+    if collection.unfinished:
+        lines += ["", "## Not finished", ""]
+        lines += [
+            f"- {r.cell_id}, seed {r.seed}: {(r.error or {}).get('message', 'stopped')}" for r in collection.unfinished
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _result(result: Result) -> str:
+    paper, metric = result.cell.paper, METRICS[result.cell.paper.metric]
+    unit = metric.unit or metric.label
+    number, words = result.final(paper.metric), describe(result.config)
+    here = "diverged" if result.diverged else number.text(metric.digits, unit) if number else "–"
+    value = f"{paper.value:g} {unit}" if paper.value is not None else paper.note or "–"
+    return _row(result.cell.label, value, here, f"{len(result.done)}", f"{words['network']} on {words['data']}")
+
+
+def _row(*cells: str) -> str:
+    return "| " + " | ".join(c.replace("|", "\\|") for c in cells) + " |"
