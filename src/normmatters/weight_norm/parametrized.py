@@ -6,6 +6,7 @@ read a plain checkpoint; and an LSTM keeps computed weights in a list, which the
 ``complete_class`` adds the missing methods to the class. They vanish with it when the parametrization is removed.
 """
 
+import contextlib
 import copy
 import warnings
 from typing import Any
@@ -126,7 +127,8 @@ def _ignore(self: nn.RNNBase, *_: Any) -> None:
 
 def _rnn_forward(self: nn.RNNBase, *args: Any, **kwargs: Any) -> Any:
     # The list is read several times in one forward: compute each weight once. Computed weights are no part of one
-    # flat buffer, of which cuDNN warns at every call; it compacts them itself.
-    with parametrize.cached(), warnings.catch_warnings():
+    # flat buffer, of which cuDNN warns at every call; it compacts them itself. Tracing refuses the cache.
+    once = contextlib.nullcontext() if torch.jit.is_tracing() else parametrize.cached()  # type: ignore[attr-defined]
+    with once, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous chunk")
         return _class_before(self).forward(self, *args, **kwargs)
