@@ -1,0 +1,7 @@
+"""Swap the norms of any model, merge the ReLU and the residual add behind each into it, and go back again."""
+
+from normmatters.convert.back import to_torch
+from normmatters.convert.report import Change, ConversionReport
+from normmatters.convert.swap import convert
+
+__all__ = ["Change", "ConversionReport", "convert", "to_torch"]

@@ -1,0 +1,146 @@
+"""``to_torch``: back to the modules of ``torch.nn``, with the same outputs in evaluation."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import warnings
+
+import torch
+from torch import Tensor, nn
+
+from normmatters.convert.fuse import plan_fusion
+from normmatters.convert.fused import FusedBlock, FusedReLU
+from normmatters.convert.report import Change, ConversionReport
+from normmatters.convert.swap import carry_over, check_model, replace_modules
+from normmatters.nn import batchnorm as bn
+from normmatters.nn.layernorm import L1RMSNorm, LpLayerNorm
+from normmatters.nn.sync import SyncLpBatchNorm
+from normmatters.weight_norm import BoundedWeight, ClassicWeight, remove_weight_norm
+
+_log = logging.getLogger(__name__)
+
+
+class _ThenReLU:
+    """For norms that were written with ``act="relu"`` by hand: PyTorch's batch norm, then the add and the ReLU."""
+
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+        output: Tensor = super().forward(input)  # type: ignore[misc]
+        return torch.relu(output if residual is None else output + residual)
+
+
+class BatchNormReLU1d(_ThenReLU, nn.BatchNorm1d):
+    """``nn.BatchNorm1d`` and a ReLU, in PyTorch's own operations and under the same state_dict keys."""
+
+
+class BatchNormReLU2d(_ThenReLU, nn.BatchNorm2d):
+    """``nn.BatchNorm2d`` and a ReLU, in PyTorch's own operations and under the same state_dict keys."""
+
+
+class BatchNormReLU3d(_ThenReLU, nn.BatchNorm3d):
+    """``nn.BatchNorm3d`` and a ReLU, in PyTorch's own operations and under the same state_dict keys."""
+
+
+class SyncBatchNormReLU(_ThenReLU, nn.SyncBatchNorm):
+    """``nn.SyncBatchNorm`` and a ReLU, in PyTorch's own operations and under the same state_dict keys."""
+
+
+_PLAIN: dict[type[nn.Module], tuple[type[nn.Module], type[nn.Module]]] = {
+    bn.LpBatchNorm1d: (nn.BatchNorm1d, BatchNormReLU1d),
+    bn.LpBatchNorm2d: (nn.BatchNorm2d, BatchNormReLU2d),
+    bn.LpBatchNorm3d: (nn.BatchNorm3d, BatchNormReLU3d),
+    SyncLpBatchNorm: (nn.SyncBatchNorm, SyncBatchNormReLU),
+}
+
+
+def to_torch(
+    model: nn.Module,
+    *,
+    remove_weight_norms: bool = True,
+    inplace: bool = True,
+    report: ConversionReport | None = None,
+) -> nn.Module:
+    """Replace the norms of this library by ``torch.nn``'s, for deployment: the outputs in evaluation are the same.
+
+    Undoes :func:`convert`: blocks get their class and forward back, ReLUs their place, and state_dict keys stay. A norm
+    that was written with ``act="relu"`` by hand becomes a ``BatchNormReLU2d``, a subclass of ``nn.BatchNorm2d`` that
+    takes the residual too. Training goes on in L2.
+
+    Kept, with a warning, is what PyTorch has nothing equal for: layer and RMS norms with p ≠ 2, and batch norms without
+    running statistics, which normalize by the batch in evaluation too.
+
+    Args:
+        model: any module; if it is itself a norm, use the result.
+        remove_weight_norms: also turn weight norms of this library into plain weights.
+        inplace: change ``model`` itself; False works on a deep copy.
+        report: an empty :class:`ConversionReport` to fill. It is also logged, at level INFO.
+
+    Returns:
+        The model: ``model`` itself unless it is a norm or ``inplace`` is False.
+
+    Example::
+
+        >>> to_torch(convert(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()), "l1"))
+        Sequential(
+          (0): Conv2d(3, 8, kernel_size=(3, 3), stride=(1, 1))
+          (1): BatchNorm2d(8, eps=1e-05, momentum=0.1, affine=True, track_running_stats=True)
+          (2): ReLU()
+        )
+    """
+    check_model(model)
+    if not inplace:
+        model = copy.deepcopy(model)
+    if remove_weight_norms and any(isinstance(module, (BoundedWeight, ClassicWeight)) for module in model.modules()):
+        remove_weight_norm(model)
+    report = ConversionReport() if report is None else report
+
+    unfused: set[nn.Module] = set()
+    relus: dict[nn.Module, nn.Module] = {}
+    for module in list(model.modules()):
+        if isinstance(module, FusedBlock):
+            unfused |= {module.get_submodule(path) for path in module.program.norms}
+            object.__setattr__(module, "__class__", module.unfused_class)
+        elif isinstance(module, FusedReLU):
+            relus[module] = nn.ReLU(module.inplace).train(module.training)
+    model = replace_modules(model, relus)
+
+    norms = [module for module in model.modules() if isinstance(module, bn._LpBatchNorm)]
+    # Where a ReLU follows (one was just put back), a norm's own changes nothing: relu(relu(x)) = relu(x).
+    followed = plan_fusion(model, norms).fused
+    unfused |= {norm for norm, kind in followed.items() if kind == "relu"}
+    new: dict[nn.Module, nn.Module] = {}
+    for name, module in model.named_modules():
+        plain = _plain(module, module in unfused)
+        if plain is None:
+            continue
+        if isinstance(plain, str):
+            report.changes.append(Change(name, type(module).__name__, None, note=plain))
+        else:
+            new[module] = plain
+            report.changes.append(Change(name, type(module).__name__, type(plain).__name__))
+    model = replace_modules(model, new)
+    _log.info("%s", report)
+    if report.skipped:
+        kept = ", ".join(f"{change.name or '(model)'} ({change.before}: {change.note})" for change in report.skipped)
+        warnings.warn(f"to_torch kept modules that torch.nn has nothing equal for: {kept}", stacklevel=2)
+    return model
+
+
+def _plain(module: nn.Module, unfused: bool) -> nn.Module | str | None:
+    """The module of ``torch.nn`` for this one; or why there is none; or None for a module that is not ours."""
+    made: nn.Module
+    if isinstance(module, LpLayerNorm):
+        if module.p != 2 or not (isinstance(module.constant, str) or module.constant == 1):
+            return "torch.nn has only L2"
+        made = nn.LayerNorm(module.normalized_shape, device="meta")
+    elif isinstance(module, L1RMSNorm):
+        return "torch.nn has only L2"
+    elif isinstance(module, bn._LpBatchNorm):
+        if module.running_mean is None and not (module.p == 2 and module.constant in ("exact", "paper", "none", 1)):
+            return "it normalizes by the batch in evaluation too, and torch.nn has only L2"
+        plain, with_relu = next(classes for ours, classes in _PLAIN.items() if isinstance(module, ours))
+        made = (plain if module.act is None or unfused else with_relu)(module.num_features, device="meta")  # type: ignore[call-arg]
+    else:
+        return None
+    carry_over(module, made)
+    return made

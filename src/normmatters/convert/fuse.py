@@ -1,0 +1,298 @@
+"""Find norm→ReLU and norm→add→ReLU in a model, block by block, and merge them into the norm.
+
+A block is the smallest module whose own forward calls both the norm and the ReLU. Each block is looked at alone, so a
+model with control flow that cannot be traced still gets its blocks fused, and its class and its forward stay.
+A ReLU *module* whose every call follows a norm is replaced by a :class:`FusedReLU`, and no forward changes. Only a ReLU
+function, a ReLU module with other uses, or a residual add needs the block's forward rewritten.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.nn import functional as F
+
+from normmatters.convert.fused import FusedBlock, FusedReLU, Program, fused_class, norm_add_relu
+from normmatters.convert.trace import Trace, Untraceable, trace_block
+
+_RELUS = {F.relu, F.relu_, torch.relu, torch.relu_, "relu", "relu_"}
+_ADDS = {operator.add, torch.add, "add"}
+_ADDS_IN_PLACE = {operator.iadd, "add_"}
+_NO_RELU = "no ReLU behind it was found"
+
+
+@dataclass
+class FusionPlan:
+    """What to merge: found without changing the model, then applied at once.
+
+    ``fused`` maps a norm to ``"relu"`` or ``"add + relu"``, ``notes`` a norm that stays alone to the reason.
+    """
+
+    fused: dict[nn.Module, str] = field(default_factory=dict)
+    notes: dict[nn.Module, str] = field(default_factory=dict)
+    slots: list[tuple[nn.Module, str]] = field(default_factory=list)  # ReLUs to replace: owner and name
+    classes: dict[nn.Module, type[nn.Module]] = field(default_factory=dict)  # blocks with a new forward
+
+    def apply(self) -> None:
+        """Put the plan into effect on the model; giving each fused norm its ``act`` is the caller's part."""
+        placeholders: dict[nn.Module, FusedReLU] = {}
+        for owner, name in self.slots:
+            relu = owner._modules[name]
+            assert isinstance(relu, nn.ReLU)
+            if relu not in placeholders:
+                placeholders[relu] = FusedReLU(relu.inplace).train(relu.training)
+            owner._modules[name] = placeholders[relu]
+        for block, cls in self.classes.items():
+            object.__setattr__(block, "__class__", cls)
+
+
+def plan_fusion(model: nn.Module, norms: Collection[nn.Module]) -> FusionPlan:
+    """Find what the given norms of ``model`` can take over."""
+    plan = FusionPlan()
+    paths = Counter(module for _, module in model.named_modules(remove_duplicate=False))
+    candidates = {norm for norm in norms if not has_hooks(norm)}
+    plan.notes = {norm: "hooks see its output" for norm in norms if norm not in candidates}
+    for block in _blocks(model, set(norms)):
+        # Another way to a norm than through this block would meet the ReLU without having asked for it.
+        reachable = Counter(module for _, module in block.named_modules(remove_duplicate=False))
+        own = {norm for norm in candidates if reachable[norm] == 1 and paths[norm] == paths[block]}
+        if is_sequential(block):
+            _plan_sequential(block, own, plan)
+        else:
+            _plan_traced(block, own, plan)
+    for norm in set(norms) - plan.fused.keys():
+        plan.notes.setdefault(norm, "it is used at several places" if paths[norm] > 1 else _NO_RELU)
+    return plan
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether someone watches the module's inputs, outputs or gradients."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
+def is_sequential(module: nn.Module) -> bool:
+    """Whether the module does exactly what ``nn.Sequential`` does, and unobserved."""
+    return type(module).forward is nn.Sequential.forward and "forward" not in vars(module) and not has_hooks(module)
+
+
+def _is_container(module: nn.Module) -> bool:
+    return type(module).forward is nn.Module.forward  # ModuleList, ModuleDict: their owner calls what is in them
+
+
+def _blocks(model: nn.Module, norms: set[nn.Module]) -> Iterator[nn.Module]:
+    """The modules with a forward of their own whose norms are not inside another such module."""
+    blocks = [module for module in model.modules() if not _is_container(module) and module not in norms]
+    # Traced blocks first: they show when the modules of a Sequential are called one by one.
+    for block in sorted(blocks, key=is_sequential):
+        plain_torch = type(block).__module__.split(".")[0] == "torch"  # nn layers, but also DistributedDataParallel
+        if (is_sequential(block) or not plain_torch) and any(norm in norms for _, _, norm in _slots(block, True)):
+            yield block
+
+
+def _slots(block: nn.Module, sequentials: bool) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    """(owner, name, module) of what the block holds itself: inside containers, and Sequentials if asked."""
+    for name, child in block._modules.items():
+        if child is None:
+            continue
+        yield block, name, child
+        if _is_container(child) or (sequentials and is_sequential(child)):
+            yield from _slots(child, sequentials)
+
+
+def _is_identity(module: nn.Module) -> bool:
+    return type(module) is nn.Identity and not has_hooks(module)
+
+
+def _is_relu(module: nn.Module) -> bool:
+    return type(module) is nn.ReLU and not has_hooks(module)
+
+
+def _plan_sequential(block: nn.Module, own: set[nn.Module], plan: FusionPlan) -> None:
+    chain = [slot for slot in _slots(block, True) if not is_sequential(slot[2])]
+    for position, (_, _, norm) in enumerate(chain):
+        if norm not in own or norm in plan.fused or norm in plan.notes:
+            continue
+        behind = next((slot for slot in chain[position + 1 :] if not _is_identity(slot[2])), None)
+        if behind is not None and _is_relu(behind[2]):
+            plan.fused[norm] = "relu"
+            plan.slots.append(behind[:2])
+
+
+@dataclass(frozen=True)
+class _Match:
+    """A norm's call in a graph and what follows it."""
+
+    norm: fx.Node
+    identities: tuple[fx.Node, ...]
+    add: fx.Node | None
+    residual: int  # which operand of the add; not the node itself, which may be the ReLU of another match
+    relu: fx.Node
+
+    @property
+    def kind(self) -> str:
+        return "relu" if self.add is None else "add + relu"
+
+
+def _plan_traced(block: nn.Module, own: set[nn.Module], plan: FusionPlan) -> None:
+    direct = {module for _, _, module in _slots(block, False)}
+    tails = {tail: inner for _, _, s in _slots(block, False) if is_sequential(s) for tail, inner in _tail(s, own)}
+    mine = own & (direct | tails.keys())
+    try:
+        if isinstance(block, FusedBlock):
+            raise Untraceable("it was fused before: go back with to_torch first")
+        traces = _trace(block, {module for inner in tails.values() for module in inner})
+    except Untraceable as reason:
+        for norm in own & direct:
+            plan.notes.setdefault(norm, f"{type(block).__name__} cannot be traced: {reason}")
+        return
+    inlined = {module for inner in tails.values() for module in inner[0].modules()}
+    called = [_module(block, node) for trace in traces for node in trace.graph.nodes if node.op == "call_module"]
+    for norm in own.intersection(called) - mine - inlined:
+        plan.notes.setdefault(norm, f"{type(block).__name__} calls it from outside its own block")
+
+    matches = _matches(block, traces, mine, plan)
+    if not matches:
+        return
+    slots = _relu_slots(block, traces, matches)
+    if slots is None and not _may_change_class(block):
+        for norm in matches:
+            plan.notes[norm] = f"{type(block).__name__} defines its own copying, so its forward stays"
+        return
+    plan.fused.update({norm: pair[0].kind for norm, pair in matches.items()})
+    if slots is not None:
+        plan.slots += slots
+        return
+    if tails:  # go through the Sequentials that a fused norm ends, call the others whole
+        traces = _trace(block, {module for norm in matches for module in tails.get(norm, ())})
+        matches = _matches(block, traces, set(matches), plan)
+    for mode, trace in enumerate(traces):
+        for pair in matches.values():
+            _rewrite(trace.graph, pair[mode])
+    paths = [str(train.norm.target) for train, _ in matches.values()]
+    program = Program.of(traces[0].graph, traces[1].graph, traces[0].guards | traces[1].guards, paths)
+    base: Any = type(block)
+    plan.classes[block] = fused_class(base, program)
+
+
+def _tail(sequential: nn.Module, norms: set[nn.Module]) -> list[tuple[nn.Module, list[nn.Module]]]:
+    """The norm that ends a (nested) Sequential, if one does, with the Sequentials around it."""
+    around = [sequential]
+    while around[-1]._modules:
+        last = list(around[-1]._modules.values())[-1]
+        if last in norms:
+            return [(last, around)]
+        if last is None or not is_sequential(last):
+            break
+        around.append(last)
+    return []
+
+
+def _trace(block: nn.Module, inline: set[nn.Module]) -> tuple[Trace, Trace]:
+    return trace_block(block, True, inline), trace_block(block, False, inline)
+
+
+def _module(block: nn.Module, node: fx.Node) -> nn.Module:
+    return block.get_submodule(str(node.target))
+
+
+def _matches(
+    block: nn.Module, traces: tuple[Trace, Trace], norms: set[nn.Module], plan: FusionPlan
+) -> dict[nn.Module, tuple[_Match, _Match]]:
+    """The norms that fuse in the same way in training and in evaluation."""
+    found: dict[nn.Module, tuple[_Match, _Match]] = {}
+    for norm in norms - plan.notes.keys():
+        pair = [_match(block, trace.graph, norm) for trace in traces]
+        reasons = [reason for reason in pair if isinstance(reason, str)]
+        match pair:
+            case [_Match() as train, _Match() as evaluate] if train.kind == evaluate.kind:
+                found[norm] = (train, evaluate)
+            case _:
+                plan.notes[norm] = reasons[0] if reasons else "training and evaluation differ behind it"
+    for norm, (train, _) in list(found.items()):
+        # Both sides of an add may be norms: the left one, `out` of `out + shortcut`, takes the other as its residual.
+        rivals = [other for other, (theirs, _) in found.items() if theirs.add is train.add and other is not norm]
+        if train.add is not None and rivals and train.residual == 0:
+            plan.notes[norm] = "it is the residual of another norm"
+            del found[norm]
+    return found
+
+
+def _match(block: nn.Module, graph: fx.Graph, norm: nn.Module) -> _Match | str:
+    """What follows the norm in the graph; or why that cannot be merged into it."""
+    calls = [node for node in graph.nodes if node.op == "call_module" and _module(block, node) is norm]
+    if len(calls) != 1:
+        return f"{type(block).__name__} calls it {len(calls)} times"
+    call = last = calls[0]
+    if len(call.args) != 1 or call.kwargs or not isinstance(call.args[0], fx.Node):
+        return "it is not called with one tensor"
+    identities: list[fx.Node] = []
+    add: fx.Node | None = None
+    residual = 0
+    while True:
+        if len(last.users) > 1:
+            return f"its output is used {len(last.users)} times"
+        user = next(iter(last.users))
+        if user.op == "output":
+            return _NO_RELU
+        module = _module(block, user) if user.op == "call_module" else None
+        if module is not None and _is_identity(module):
+            identities.append(user)
+        elif user.args[:1] == (last,) and ((module is not None and _is_relu(module)) or user.target in _RELUS):
+            return _Match(call, tuple(identities), add, residual, user)
+        elif add is None and user.target in _ADDS | _ADDS_IN_PLACE:
+            operands = [operand for operand in user.args if operand is not last]
+            if user.kwargs or len(user.args) != 2 or len(operands) != 1 or not isinstance(operands[0], fx.Node):
+                return "the add behind it is not of two tensors"
+            if user.target in _ADDS_IN_PLACE and user.args[0] is not last:
+                return "it is the residual: it is added into another tensor"
+            # The fused call takes the add's place: what the norm reads must not be touched until then.
+            if any(call < other < user for other in call.args[0].users):
+                return "its input is used again before the add"
+            add, residual = user, user.args.index(operands[0])
+        else:
+            what = type(module).__name__ if module is not None else getattr(user.target, "__name__", str(user.target))
+            return f"{what} follows it, not a ReLU"
+        last = user
+
+
+def _relu_slots(
+    block: nn.Module, traces: tuple[Trace, Trace], matches: dict[nn.Module, tuple[_Match, _Match]]
+) -> list[tuple[nn.Module, str]] | None:
+    """Where the block holds the ReLU modules, if replacing them is all that there is to do."""
+    merged = {match.relu for pair in matches.values() for match in pair}
+    if any(match.add for pair in matches.values() for match in pair) or any(n.op != "call_module" for n in merged):
+        return None
+    relus = {_module(block, node) for node in merged}
+    others = {node for trace in traces for node in trace.graph.nodes if node.op == "call_module"} - merged
+    if any(_module(block, node) in relus for node in others):
+        return None
+    slots = [(owner, name) for owner, name, module in _slots(block, False) if module in relus]
+    held = {owner._modules[name] for owner, name in slots}
+    return slots if held == relus else None
+
+
+def _may_change_class(block: nn.Module) -> bool:
+    names = ("__reduce__", "__reduce_ex__", "__copy__", "__deepcopy__")
+    return all(getattr(type(block), name, None) is getattr(object, name, None) for name in names)
+
+
+def _rewrite(graph: fx.Graph, match: _Match) -> None:
+    if match.add is None:
+        match.relu.replace_all_uses_with(match.relu.args[0])  # type: ignore[arg-type]
+        graph.erase_node(match.relu)
+        return
+    with graph.inserting_before(match.add):
+        norm = graph.create_node("get_attr", str(match.norm.target))
+        fused = graph.call_function(norm_add_relu, (norm, match.norm.args[0], match.add.args[match.residual]))
+    match.relu.replace_all_uses_with(fused)
+    # identities come in order, before or behind the add: erase from the ReLU backwards
+    for node in sorted((match.relu, match.add, match.norm, *match.identities), reverse=True):
+        graph.erase_node(node)

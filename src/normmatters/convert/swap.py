@@ -1,0 +1,216 @@
+"""``convert``: replace the norms of a model by the paper's, with the very same parameters and statistics."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import logging
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from normmatters.convert.fuse import FusionPlan, plan_fusion
+from normmatters.convert.report import Change, ConversionReport
+from normmatters.functional.checks import check_memory
+from normmatters.nn import batchnorm as bn
+from normmatters.nn.layernorm import L1LayerNorm, L1RMSNorm, LpLayerNorm
+from normmatters.nn.sync import SyncLpBatchNorm
+
+_log = logging.getLogger(__name__)
+
+TORCH_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_TORCH_NORMS = (nn.modules.batchnorm._BatchNorm, nn.LayerNorm)
+_NORMS: dict[str, float | str] = {"l1": 1, "l2": 2, "linf": math.inf, "topk": math.inf, "range": "range"}
+_CLASSES: dict[str, tuple[Any, Any, Any]] = {  # for BatchNorm1d, 2d and 3d
+    "l1": (bn.L1BatchNorm1d, bn.L1BatchNorm2d, bn.L1BatchNorm3d),
+    "linf": (bn.LInfBatchNorm1d, bn.LInfBatchNorm2d, bn.LInfBatchNorm3d),
+    "topk": (bn.TopKBatchNorm1d, bn.TopKBatchNorm2d, bn.TopKBatchNorm3d),
+    "range": (bn.RangeBatchNorm1d, bn.RangeBatchNorm2d, bn.RangeBatchNorm3d),
+    "lp": (bn.LpBatchNorm1d, bn.LpBatchNorm2d, bn.LpBatchNorm3d),
+}
+
+
+def convert(
+    model: nn.Module,
+    norm: str | float = "l1",
+    *,
+    k: int = 10,
+    constant: str | float = "exact",
+    memory: str = "exact",
+    layer_norm: str | float | None = None,
+    fuse: bool = True,
+    inplace: bool = True,
+    report: ConversionReport | None = None,
+) -> nn.Module:
+    """Replace the batch norms of ``model`` and merge the ReLU (and the residual add) behind each into it.
+
+    The new norms hold the very same parameters, statistics and hooks, so optimizers made before go on, and state_dict
+    keys stay. A model or block keeps its class, or becomes a subclass of it where its forward had to be rewritten:
+    ``isinstance``, attributes, copying, pickling and ``torch.compile`` go on working. What cannot be fused safely is
+    converted without, and the report says why. A fused norm returns the ReLU's output: to look at what a norm itself
+    gives, convert with ``fuse=False``, or put a hook on it before.
+
+    Exactly ``nn.BatchNorm1d/2d/3d`` are replaced, ``nn.SyncBatchNorm`` by :class:`~normmatters.nn.SyncLpBatchNorm`, and
+    timm's ``BatchNormAct2d`` if its activation is a ReLU or none. Other subclasses do something that is not known here.
+
+    Args:
+        model: any module; if it is itself a norm, use the result.
+        norm: ``"l1"``, ``"l2"``, ``"linf"``, ``"topk"``, ``"range"``, or a number p ≥ 1.
+        k: how many deviations Top(k) averages; only for ``"topk"``.
+        constant, memory: as in :class:`~normmatters.nn.LpBatchNorm2d`.
+        layer_norm: None to leave ``nn.LayerNorm`` alone, or what to replace it by, as ``norm``.
+        fuse: merge norm→ReLU and norm→add→ReLU.
+        inplace: change ``model`` itself, so that memory is not doubled; False converts a deep copy.
+        report: an empty :class:`ConversionReport` to fill. It is also logged, at level INFO.
+
+    Returns:
+        The converted model: ``model`` itself unless it is a norm or ``inplace`` is False.
+
+    Raises:
+        TypeError, ValueError: on a wrong argument; the model is then unchanged.
+
+    Example::
+
+        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+        >>> convert(model, "l1")[1]
+        L1BatchNorm2d(8, eps=1e-05, momentum=0.1, affine=True, track_running_stats=True, act='relu')
+    """
+    check_model(model)
+    spec = NormSpec.of("norm", norm, k, constant)
+    layer_spec = None if layer_norm is None else NormSpec.of("layer_norm", layer_norm, k, constant)
+    check_memory(memory)
+    if not inplace:
+        model = copy.deepcopy(model)
+
+    new: dict[nn.Module, nn.Module] = {}
+    skipped: dict[nn.Module, str] = {}
+    for module in model.modules():
+        replacement = _replacement(module, spec, layer_spec, memory)
+        if isinstance(replacement, str):
+            skipped[module] = replacement
+        elif replacement is not None:
+            new[module] = replacement
+    # A norm that came with its own ReLU has nothing more to take over.
+    bare = [old for old, norm in new.items() if isinstance(norm, bn._LpBatchNorm) and norm.act is None]
+    plan = plan_fusion(model, bare) if fuse else FusionPlan()
+
+    report = ConversionReport() if report is None else report
+    for name, module in model.named_modules():
+        before = type(module).__name__
+        if module in skipped:
+            report.changes.append(Change(name, before, None, note=skipped[module]))
+        elif module in new:
+            act = getattr(new[module], "act", None) or ""
+            note = "its ReLU came with it" if act else plan.notes.get(module, "")
+            report.changes.append(Change(name, before, type(new[module]).__name__, plan.fused.get(module, act), note))
+
+    plan.apply()
+    for old in plan.fused:
+        new[old].act = "relu"  # type: ignore[assignment]
+    model = replace_modules(model, new)
+    _log.log(logging.INFO if new else logging.WARNING, "%s", report if new else "no norm to convert was found")
+    return model
+
+
+@dataclass(frozen=True)
+class NormSpec:
+    """Which norm to build: ``kind`` is a key of ``_CLASSES``."""
+
+    kind: str
+    p: float | str
+    k: int | None
+    constant: str | float
+
+    @classmethod
+    def of(cls, argument: str, norm: str | float, k: int, constant: str | float) -> NormSpec:
+        """Resolve and check what the user asked for."""
+        if isinstance(norm, bool) or not isinstance(norm, (str, int, float)):
+            raise TypeError(f"{argument} must be a string or a number p >= 1, got {type(norm).__name__}")
+        if isinstance(norm, str) and norm not in _NORMS:
+            names = ", ".join(map(repr, _NORMS))
+            close = difflib.get_close_matches(norm.lower().replace("_", ""), _NORMS, 1, 0.4)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            if norm.startswith("mean"):
+                hint = "; mean-only batch norm has no weight to carry over: build the model with MeanOnlyBatchNorm"
+            raise ValueError(f"{argument} must be one of {names} or a number p >= 1, got {norm!r}{hint}")
+        p = _NORMS[norm] if isinstance(norm, str) else norm
+        kind = norm if norm == "topk" else {1: "l1", math.inf: "linf", "range": "range"}.get(p, "lp")
+        spec = cls(str(kind), p, k if norm == "topk" else None, constant)
+        bn.LpBatchNorm1d(1, p, k=spec.k, constant=constant, device="meta")  # refuses a wrong p, k or constant
+        return spec
+
+    def batch_norm(self, rank: int, features: int, memory: str) -> bn._LpBatchNorm:
+        """A batch norm for BatchNorm1d, 2d or 3d's place; its state lies on the meta device, to be replaced."""
+        cls = _CLASSES[self.kind][rank - 1]
+        chosen: dict[str, Any] = {"p": self.p} if self.kind == "lp" else {"k": self.k} if self.kind == "topk" else {}
+        made: bn._LpBatchNorm = cls(features, **chosen, constant=self.constant, memory=memory, device="meta")
+        return made
+
+    def sync_batch_norm(self, features: int, memory: str) -> SyncLpBatchNorm:
+        """A batch norm for SyncBatchNorm's place."""
+        made = SyncLpBatchNorm(features, self.p, k=self.k, constant=self.constant, device="meta")
+        made.memory = memory
+        return made
+
+    def layer_norm(self, shape: tuple[int, ...]) -> LpLayerNorm:
+        """A layer norm for LayerNorm's place."""
+        if self.kind == "l1":
+            return L1LayerNorm(shape, constant=self.constant, device="meta")
+        return LpLayerNorm(shape, self.p, k=self.k, constant=self.constant, device="meta")
+
+
+def _replacement(module: nn.Module, spec: NormSpec, layer_spec: NormSpec | None, memory: str) -> nn.Module | str | None:
+    """What takes the module's place; or why nothing does; or None for a module that is no norm."""
+    if isinstance(module, (bn._LpBatchNorm, LpLayerNorm, L1RMSNorm)):
+        return "it is one of normmatters already: go back with to_torch first"
+    if type(module) is nn.LayerNorm and layer_spec is not None:
+        made: nn.Module = layer_spec.layer_norm(tuple(module.normalized_shape))
+    elif type(module) in TORCH_BATCH_NORMS:
+        made = spec.batch_norm(TORCH_BATCH_NORMS.index(type(module)) + 1, module.num_features, memory)  # type: ignore[arg-type]
+    elif type(module) is nn.SyncBatchNorm:
+        made = spec.sync_batch_norm(module.num_features, memory)
+    elif type(module).__name__ == "BatchNormAct2d" and type(module).__module__.startswith("timm."):
+        parts = [type(part) for part in module.children()]
+        if set(parts) - {nn.Identity, nn.ReLU}:
+            return f"its activation or dropout is not fused: {', '.join(part.__name__ for part in parts)}"
+        made = spec.batch_norm(2, module.num_features, memory)  # type: ignore[arg-type]
+        made.act = "relu" if nn.ReLU in parts else None  # type: ignore[assignment]
+    elif isinstance(module, nn.modules.lazy.LazyModuleMixin) and isinstance(module, nn.modules.batchnorm._NormBase):
+        return "it is not initialised yet: run the model once first"
+    elif isinstance(module, nn.modules.batchnorm._BatchNorm if layer_spec is None else _TORCH_NORMS):
+        return f"{type(module).__name__} is a subclass: what it adds is not known"
+    else:
+        return None
+    if "forward" in vars(module):
+        return "its forward was replaced on the instance"
+    carry_over(module, made)
+    return made
+
+
+def carry_over(old: nn.Module, new: nn.Module) -> None:
+    """Give ``new`` all that ``old`` holds: the same tensors, flags, hooks and whatever else was set on it.
+
+    Norms here hold what ``torch.nn``'s hold and the few attributes that say which norm it is, so that is all.
+    """
+    ours = {"p", "k", "constant", "act", "memory"}
+    vars(new).update({name: value for name, value in vars(old).items() if name not in ours | {"_modules"}})
+
+
+def replace_modules(model: nn.Module, new: dict[nn.Module, nn.Module]) -> nn.Module:
+    """Put the new modules where the old ones are; one that is at several places stays one."""
+    for owner in list(model.modules()):
+        for name, child in owner._modules.items():
+            if child in new:
+                owner._modules[name] = new[child]
+    return new.get(model, model)
+
+
+def check_model(model: nn.Module) -> None:
+    """Raise unless ``model`` is a module that can be changed."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TypeError("a scripted or traced model cannot be changed: convert it before torch.jit")

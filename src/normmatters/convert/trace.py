@@ -1,0 +1,202 @@
+"""Symbolic trace of one block's own forward: its submodules are leaves, and what a trace would bake in is refused.
+
+A trace records tensor operations; it silently loses whatever else ``forward`` does. Each check here finds one such loss
+and raises :class:`Untraceable`, so that a rewritten forward is never a different function from the original.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+
+class Untraceable(Exception):
+    """The block's forward cannot be recorded as a graph without changing what it does; says why."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The graph of a block's forward, and the plain attributes of the block that it read on the way."""
+
+    graph: fx.Graph
+    guards: dict[str, Any]
+
+
+def trace_block(block: nn.Module, training: bool, inline: set[nn.Module]) -> Trace:
+    """Record ``block``'s forward in the given mode; modules in ``inline`` are traced through, all others are calls.
+
+    The block is left as it was. Raises :class:`Untraceable`.
+    """
+    _check_forward(block)
+    with _mode(block, training), _unchanged(block), _no_random_numbers(), _recorded_reads(block) as reads:
+        try:
+            graph = _BlockTracer(inline).trace(block)
+        except Untraceable:
+            raise
+        except Exception as error:  # whatever user code raises when it meets a symbolic value
+            first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise Untraceable(first_line) from error
+    for node in graph.nodes:
+        node.type = None  # annotations are not needed to run, and may name what cannot be pickled
+    return Trace(graph, reads)
+
+
+def _check_forward(block: nn.Module) -> None:
+    forward = type(block).forward
+    if "forward" in vars(block):
+        raise Untraceable("its forward was replaced on the instance")
+    if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):
+        raise Untraceable("its forward is decorated or not a plain function")
+    for parameter in list(inspect.signature(forward).parameters.values())[1:]:
+        # With a default, `if mask is None` would be decided while tracing.
+        if parameter.kind is not parameter.POSITIONAL_OR_KEYWORD or parameter.default is not parameter.empty:
+            raise Untraceable(f"its forward has the optional argument {parameter.name!r}")
+
+
+class _Value(fx.Proxy):
+    """A symbolic tensor that refuses ``isinstance``: the answer would be about the proxy, not about the tensor."""
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        frame = sys._getframe(1)
+        while frame.f_back is not None and frame.f_globals.get("__name__") == "abc":
+            frame = frame.f_back
+        asker = str(frame.f_globals.get("__name__"))
+        if asker.split(".")[0] != "torch":
+            raise Untraceable("its forward asks for the type of a value")
+        return _Value
+
+
+class _BlockTracer(fx.Tracer):
+    def __init__(self, inline: set[nn.Module]) -> None:
+        super().__init__()
+        self.inline = inline
+        self.modes = _modes()
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return m not in self.inline
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Value(node, self)
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        # `with torch.no_grad():` and the like leave no trace in the graph
+        if _modes() != self.modes:
+            raise Untraceable("its forward changes the gradient or autocast mode, or checkpoints activations")
+        return super().create_node(*args, **kwargs)
+
+
+def _modes() -> tuple[Any, ...]:
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        *((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")),
+        torch._C._autograd._top_saved_tensors_default_hooks(True),  # set by non-reentrant activation checkpointing
+    )
+
+
+@contextmanager
+def _mode(block: nn.Module, training: bool) -> Iterator[None]:
+    before = [(module, module.training) for module in block.modules()]
+    try:
+        for module, _ in before:
+            module.training = training
+        yield
+    finally:
+        for module, was in before:
+            module.training = was
+
+
+@contextmanager
+def _unchanged(block: nn.Module) -> Iterator[None]:
+    """Refuse a forward that stores something on the block, and take it back."""
+    attributes = vars(block)
+    before = dict(attributes)
+    containers = {name: value.copy() for name, value in before.items() if isinstance(value, (list, dict, set))}
+    tensors = {name: tensor for name, tensor in {**attributes, **block._buffers}.items() if isinstance(tensor, Tensor)}
+    values = {name: (tensor._version, tensor.detach().clone()) for name, tensor in tensors.items()}
+    changed: set[str] = set()
+    try:
+        yield
+    finally:
+        changed |= {name for name in attributes.keys() | before.keys() if attributes.get(name) is not before.get(name)}
+        attributes.clear()
+        attributes.update(before)
+        for name, contents in containers.items():
+            container: Any = before[name]
+            if _identities(container) != _identities(contents):
+                changed.add(name)
+                container.clear()
+                container.extend(contents) if isinstance(container, list) else container.update(contents)
+        for name, (version, value) in values.items():
+            if tensors[name]._version != version:
+                changed.add(name)
+                tensors[name].detach().copy_(value)
+    if changed:
+        raise Untraceable(f"its forward sets {', '.join(sorted(changed))} on the module")
+
+
+def _identities(container: list[Any] | dict[Any, Any] | set[Any]) -> list[Any]:
+    if isinstance(container, dict):
+        return [(key, id(value)) for key, value in container.items()]
+    return [id(value) for value in container]
+
+
+@contextmanager
+def _no_random_numbers() -> Iterator[None]:
+    """Refuse a forward that draws random numbers outside the graph (stochastic depth by a Python `if`)."""
+    sources: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
+        (random.getstate, random.setstate),
+        (torch.get_rng_state, torch.set_rng_state),
+    ]
+    if torch.cuda.is_initialized():
+        sources.append((torch.cuda.get_rng_state, torch.cuda.set_rng_state))
+    if "numpy" in sys.modules:
+        sources.append((sys.modules["numpy"].random.get_state, sys.modules["numpy"].random.set_state))
+    before = [get() for get, _ in sources]
+    drawn = False
+    try:
+        yield
+    finally:
+        for (get, set_), state in zip(sources, before):
+            if not _same(get(), state):
+                drawn = True
+                set_(state)
+    if drawn:
+        raise Untraceable("its forward draws random numbers outside the graph")
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return bool(a.tolist() == b.tolist() if hasattr(a, "tolist") else a == b)
+
+
+@contextmanager
+def _recorded_reads(block: nn.Module) -> Iterator[dict[str, Any]]:
+    """Collect the plain attributes that forward reads: branches on them are decided while tracing."""
+    cls = type(block)
+    reads: dict[str, Any] = {}
+
+    def __getattribute__(self: nn.Module, name: str) -> Any:
+        value = cls.__getattribute__(self, name)
+        if self is block and name != "training" and (value is None or type(value) in (bool, int, float, str)):
+            if name in object.__getattribute__(self, "__dict__"):
+                reads[name] = value
+        return value
+
+    recorder = type(cls.__name__, (cls,), {"__getattribute__": __getattribute__, "__module__": cls.__module__})
+    object.__setattr__(block, "__class__", recorder)
+    try:
+        yield reads
+    finally:
+        object.__setattr__(block, "__class__", cls)
