@@ -1,0 +1,130 @@
+r"""Eq. 5: train without weight decay and take the effective steps of a run with it (F3).
+
+Behind a normalization a step of plain SGD depends on the weight's length only through η/‖w‖² (F2). Let w be the
+weights of a reference run with weight decay λ and v those of a run without. From w_{t+1} = (1−ηλ)w_t − η∇L(w_t), whose
+direction is that of w_t − η/(1−ηλ)·∇L(w_t), and ∇L(v) = ∇L(w)·‖w‖/‖v‖ for equal directions, the run without decay has
+the same directions for ever if it uses
+
+    η̂_t = η_t · ‖v_t‖² / ‖w_t‖² · 1/(1−η_tλ)          (exact form: norms of every step)
+    η̂_t = η_t · ‖v_t‖² / ‖w_e‖²                        (Eq. 5, paper form: norms at the end of the running epoch e)
+
+per channel. The exact form is exact for plain SGD; with momentum both are approximations, because the decay term
+enters the buffer there. Adam's step does not shrink with ‖w‖: its effective step is η/‖w‖, and the ratio is taken to
+the power 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from normmatters.optim._common import is_capturing
+from normmatters.optim._exponents import step_exponent
+from normmatters.optim._rows import Named
+from normmatters.optim._wrapper import OptimizerWrapper
+from normmatters.optim.recording import Form, Recording
+
+__all__ = ["StepSizeCorrection"]
+
+
+class StepSizeCorrection(OptimizerWrapper):
+    """Correct every channel's learning rate so that its effective step is that of a recorded run (Eq. 5, F3).
+
+    Wraps any torch optimizer: it takes its step as always, then the *update* of every recorded channel is multiplied by
+    the correction (p ← p + ratio·Δp). State and momentum stay the optimizer's own, as a per-channel learning rate would
+    leave them. Is an `Optimizer` itself: hand it to LR schedulers, `GradScaler` and hooks in place of the wrapped one.
+    Keeps one copy of the corrected weights.
+
+    Args:
+        optimizer: the optimizer, with no weight decay on the corrected weights.
+        recording: the reference run's norms; its step t is this run's step t.
+        parameters: the result of `scale_invariant_parameters`, a mapping or (name, tensor) pairs of the weights to
+            correct; or the model, when the recording is of tested weights. `None` asks the optimizer for the names.
+        form: `"paper"` holds the norms of an epoch's end through that epoch; `"exact"` takes the norms of each step and
+            the factor 1/(1−ηλ).
+        exponent: power of the norms' ratio; `None` is 2 as in Eq. 5, and 1 for the Adam family.
+
+    >>> recording = Recording.load("weight_decay.safetensors")                             # doctest: +SKIP
+    >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)                                  # doctest: +SKIP
+    >>> invariant = scale_invariant_parameters(model, images)                              # doctest: +SKIP
+    >>> optimizer = StepSizeCorrection(sgd, recording, invariant, form="exact")            # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        recording: Recording,
+        parameters: Named | None = None,
+        *,
+        form: Form = "paper",
+        exponent: float | None = None,
+    ) -> None:
+        super().__init__(optimizer)
+        channels = recording.match(optimizer, parameters)
+        channels.check_no_weight_decay(optimizer)
+        rows = recording.rows_by_step(form)[:-1]
+        channels.check_nonzero(channels.norms_(channels.new_row()), "the norm")
+        if not len(rows):
+            raise ValueError("the recording is empty: it holds no step")
+        self._exponent = step_exponent(optimizer) if exponent is None else exponent
+        table = recording.table(channels) ** -self._exponent
+        if form == "exact":
+            decay = [
+                recording.learning_rate(n) * recording.weight_decay[:, recording.groups[n]] for n in channels.names
+            ]
+            for name, d in zip(channels.names, decay):
+                if (d >= 1).any():
+                    raise ValueError(
+                        f"lr · weight_decay of {name!r} was {d.max().item()} in the recording: it must be below 1"
+                    )
+            sizes = torch.tensor(channels.sizes)
+            table = table[:-1] / (1 - torch.stack(decay, 1).repeat_interleave(sizes, dim=1))
+        self._form, self._signature = form, recording.signature
+        self._channels = channels
+        # Everything that a step reads lives on the device, the step number too: a CUDA graph can capture the step.
+        self._table = table.to(channels.device, channels.dtype)
+        self._rows = rows.to(channels.device)
+        self._step = torch.zeros(1, dtype=torch.int64, device=channels.device)
+        self._taken = 0
+        self._ratio = channels.new_row()
+        self._before = [w.detach().clone() for w in channels.weights]
+
+    @property
+    def ratio(self) -> dict[str, torch.Tensor]:
+        """Name → `[channels]`, the factor that the last step's learning rate was multiplied by."""
+        return {n: r.clone() for n, r in self._channels.split(self._ratio).items()}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of the wrapped optimizer, its updates corrected.
+
+        Under a CUDA graph the length of the recording cannot be checked: steps beyond its end use its last row.
+        """
+        if self._taken >= len(self._rows) and not is_capturing():
+            raise ValueError(f"the recording holds {len(self._rows)} steps, all of them were taken")
+        channels = self._channels
+        weights = [w.detach() for w in channels.weights]
+        row = self._rows[self._step.clamp(max=len(self._rows) - 1)]
+        channels.norms_(self._ratio).pow_(self._exponent).mul_(self._table[row].squeeze(0))
+        torch._foreach_copy_(self._before, weights)
+        with torch.enable_grad():
+            loss = self.optimizer.step(closure)
+        torch._foreach_sub_(weights, self._before)
+        torch._foreach_mul_(weights, channels.broadcast(self._ratio))
+        torch._foreach_add_(weights, self._before)
+        self._step.add_(1)
+        self._taken += 1
+        return loss
+
+    def _own_state(self) -> dict[str, Any]:
+        return {"step": int(self._step), "form": self._form, "recording": self._signature}
+
+    def _load_own_state(self, state: dict[str, Any]) -> None:
+        for key, mine in (("form", self._form), ("recording", self._signature)):
+            if state[key] != mine:
+                raise ValueError(f"the state was made with {key} {state[key]!r}, this correction has {mine!r}")
+        self._step.fill_(state["step"])
+        self._taken = state["step"]

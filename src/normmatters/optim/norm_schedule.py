@@ -1,0 +1,269 @@
+r"""Norm schedule: keep the learning rate and move the norms instead (F4).
+
+The effective step is η/‖w‖², so dividing η by 10 and multiplying ‖w‖ by √10 are one thing. With v = a·w and
+a = √(η₀/η_t), v − η₀∇L(v) = a·w − η₀∇L(w)/a = a·(w − η_t∇L(w)): step by step, exactly. Momentum keeps gradients, which
+scale as 1/a, so when a grows by r a buffer of gradients must shrink by r; the run is then that of SGD with momentum and
+the LR schedule, exactly. For Adam, whose effective step is η/‖w‖, a = η₀/η_t, and squared gradients shrink by r².
+
+The same with a recorded run's norms forced after every step is the fourth curve of the paper's figure 1. There the
+weight is projected at every step and the buffers follow only the factor a: weight decay too shrinks weights and not
+buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from normmatters.optim._exponents import state_exponents, step_exponent
+from normmatters.optim._rows import Channels, Named, resolve
+from normmatters.optim.recording import Form, Recording
+
+__all__ = ["NormSchedule"]
+
+
+class NormSchedule(LRScheduler):
+    """Replace a learning-rate schedule by a schedule of norms: the effective steps are the same, the LR stays.
+
+    A torch `LRScheduler`. Rescales the weights in place; scale-invariant weights only, or the model's output changes.
+
+    Args:
+        optimizer: its present learning rates are kept for the scheduled weights; no weight decay on them.
+        source: a function that builds an LR scheduler, `lambda opt: MultiStepLR(opt, [30, 60])`: where it would divide
+            the LR by 10, norms are multiplied by √10. Call `step()` as often as that scheduler wants it.
+            Or a `Recording`: after each `step()`, to be called after every optimizer step, every channel has the
+            recorded norm times √(η₀/η_t), where η_t is the recorded learning rate.
+        parameters: the result of `scale_invariant_parameters`, a mapping or (name, tensor) pairs; with a recording of
+            tested weights also the model, or `None` if the optimizer knows the names.
+        form: for a recording: `"paper"` uses the norms at the end of the running epoch, `"exact"` those of each step
+            times √(1−ηλ), which gives plain SGD the directions of the recorded run exactly.
+        others: what happens to the LR of parameter groups without scheduled weights: `"scheduled"`, it follows the
+            schedule, or `"constant"`.
+        exponent: k of the effective step η/‖w‖ᵏ; `None` is 2, and 1 for the Adam family.
+        state_powers: state name → power of the factor that it scales with; known for SGD, Adam, AdamW, NAdam, RMSprop
+            and Adagrad.
+
+    To resume, build everything, then load model, optimizer and schedule: building rescales weights.
+
+    >>> optimizer = SGD(split_parameters(model, images), lr=0.1, momentum=0.9)                        # doctest: +SKIP
+    >>> invariant = scale_invariant_parameters(model, images)                                         # doctest: +SKIP
+    >>> schedule = NormSchedule(optimizer, lambda opt: MultiStepLR(opt, [20, 40, 60]), invariant)     # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        source: Recording | Callable[[Optimizer], LRScheduler],
+        parameters: Named | None = None,
+        *,
+        form: Form = "paper",
+        others: Literal["scheduled", "constant"] = "scheduled",
+        exponent: float | None = None,
+        state_powers: Mapping[str, float] | None = None,
+    ) -> None:
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        if others not in ("scheduled", "constant"):
+            raise ValueError(f'others must be "scheduled" or "constant", got {others!r}')
+        self._source: _FromRecording | _FromSchedule
+        if isinstance(source, Recording):
+            channels = source.match(optimizer, parameters)
+        elif callable(source):
+            if parameters is None:
+                raise ValueError("parameters= must say which weights to rescale, e.g. scale_invariant_parameters(...)")
+            channels = Channels(*resolve(parameters))
+        else:
+            raise TypeError(f"source must be a Recording or a function of an optimizer, got {type(source).__name__}")
+        channels.check_no_weight_decay(optimizer)
+        channels.check_nonzero(channels.norms_(channels.new_row()), "the norm")
+        self._channels, self._groups = channels, channels.groups(optimizer)
+        self._others = others
+        if others == "scheduled":
+            _check_unmixed(channels, self._groups, optimizer)
+        powers = state_exponents(optimizer) if state_powers is None else state_powers
+        if powers is None:
+            raise ValueError(
+                f"how the state of {type(optimizer).__name__} scales is not known: pass state_powers={{name: power}}, "
+                "-1 for averages of gradients, -2 for averages of their squares, 0 for what stays"
+            )
+        self._powers = powers
+        exponent = step_exponent(optimizer) if exponent is None else exponent
+        initial = [float(group["lr"]) for group in optimizer.param_groups]
+        if isinstance(source, Recording):
+            self._source = _FromRecording(source, channels, form, 1 / exponent, [initial[g] for g in self._groups])
+        else:
+            self._source = _FromSchedule(source, initial, self._groups, 1 / exponent)
+        self._factors = [1.0] * len(channels.names)
+        super().__init__(optimizer)
+
+    def step(self, epoch: int | None = None) -> None:
+        """Rescale the weights for the next step (or epoch, if the LR schedule counts epochs)."""
+        if epoch is not None:
+            raise ValueError("NormSchedule cannot jump to an epoch: the norms follow from those before")
+        initial = self.last_epoch == -1
+        factors = self._source.advance(initial)
+        self._rescale(factors)
+        self._factors = factors
+        super().step()
+
+    @torch.no_grad()
+    def _rescale(self, factors: list[float]) -> None:
+        channels = self._channels
+        changes: list[tuple[Tensor, float]] = []
+        target = self._source.target(channels)
+        for name, w, new, old in zip(channels.names, channels.weights, factors, self._factors):
+            if new == old:
+                continue
+            if target is None:
+                changes.append((w, new / old))
+            for key, value in self.optimizer.state.get(w, {}).items():
+                if not isinstance(value, Tensor) or key == "step":
+                    continue
+                if key not in self._powers:
+                    raise ValueError(f"how the state {key!r} of {name!r} scales is not known: add it to state_powers")
+                changes.append((value, (new / old) ** self._powers[key]))
+        for tensor, factor in changes:
+            tensor.mul_(factor)
+        if target is not None:
+            row = target / channels.norms_(channels.new_row())
+            torch._foreach_mul_([w.detach() for w in channels.weights], channels.broadcast(row))
+
+    def get_lr(self) -> list[float | Tensor]:
+        """The optimizer's learning rates, those of the other groups moved by the schedule."""
+        lrs = [group["lr"] for group in self.optimizer.param_groups]
+        if self._others == "constant":
+            return lrs
+        mine = set(self._groups)
+        return [lr if g in mine else self._source.lr(g, cast(float, self.base_lrs[g])) for g, lr in enumerate(lrs)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Numbers only; the weights are in the model's own state."""
+        return {
+            "last_epoch": self.last_epoch,
+            "_step_count": self._step_count,
+            "base_lrs": self.base_lrs,
+            "_last_lr": self._last_lr,
+            "_factors": self._factors,
+            "names": self._channels.names,
+            "source": self._source.state_dict(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue where `state_dict` was taken. Load the model's weights as well: this moves none."""
+        if state_dict.get("names") != self._channels.names:
+            raise ValueError(f"the state is of other weights: {state_dict.get('names')}, here {self._channels.names}")
+        self._source.load_state_dict(state_dict["source"])
+        self.__dict__.update({k: v for k, v in state_dict.items() if k not in ("names", "source")})
+
+
+def _check_unmixed(channels: Channels, groups: list[int], optimizer: Optimizer) -> None:
+    held = {id(w) for w in channels.weights}
+    for name, index in zip(channels.names, groups):
+        if any(id(p) not in held for p in optimizer.param_groups[index]["params"]):
+            raise ValueError(
+                f'{name!r} shares parameter group {index} with weights that are not scheduled: others="scheduled" '
+                'needs them apart (see split_parameters); others="constant" leaves their learning rate alone'
+            )
+
+
+class _FromSchedule:
+    """Factors from an LR scheduler that runs on a shadow optimizer."""
+
+    def __init__(
+        self, build: Callable[[Optimizer], LRScheduler], initial: list[float], groups: list[int], power: float
+    ) -> None:
+        self._shadow = SGD([{"params": [torch.zeros(1)], "lr": lr} for lr in initial], lr=0.0)
+        self._scheduler = build(self._shadow)
+        if not isinstance(self._scheduler, LRScheduler):
+            raise TypeError(f"source must build an LRScheduler, it returned {type(self._scheduler).__name__}")
+        self._initial, self._groups, self._power = initial, groups, power
+        self._shadow.step()
+        self._check()
+
+    def _check(self) -> None:
+        for group in set(self._groups):
+            if not self.lr(group, 0.0) > 0:
+                raise ValueError(
+                    f"the schedule sets the learning rate {self.lr(group, 0.0)}: the norm would be infinite"
+                )
+
+    def advance(self, initial: bool) -> list[float]:
+        if not initial:
+            self._scheduler.step()
+            self._check()
+        return [(self._initial[g] / self.lr(g, 0.0)) ** self._power for g in self._groups]
+
+    def target(self, channels: Channels) -> Tensor | None:
+        return None
+
+    def lr(self, group: int, base: float) -> float:
+        return float(self._shadow.param_groups[group]["lr"])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scheduler": self._scheduler.state_dict(), "lr": [float(g["lr"]) for g in self._shadow.param_groups]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._scheduler.load_state_dict(state["scheduler"])
+        for group, lr in zip(self._shadow.param_groups, state["lr"]):
+            group["lr"] = lr
+
+
+class _FromRecording:
+    """Norms and factors of a recorded run."""
+
+    def __init__(self, recording: Recording, channels: Channels, form: Form, power: float, lrs: list[float]) -> None:
+        rows = recording.rows_by_step(form)
+        self._steps = len(rows) - 1
+        if self._steps < 1:
+            raise ValueError("the recording is empty: it holds no step")
+        per_step = [recording.lr_by_step(n)[: self._steps] for n in channels.names]
+        for name, lr in zip(channels.names, per_step):
+            if not (lr > 0).all():
+                raise ValueError(
+                    f"{name!r} was recorded with learning rate {lr.min().item()}: the norm would be infinite"
+                )
+        # One more entry for the norms after the last step.
+        self._lr = [torch.cat([lr, lr[-1:]]) for lr in per_step]
+        factors = torch.stack([(own / lr) ** power for own, lr in zip(lrs, self._lr)], 1)  # [T+1, weights]
+        self._factors = factors
+        scale = factors
+        if form == "exact":
+            decays = [recording.weight_decay[:, recording.groups[n]] for n in channels.names]
+            decay = torch.stack([torch.cat([d, d[-1:]]) for d in decays], 1) * torch.stack(self._lr, 1)
+            if (decay >= 1).any():
+                raise ValueError(f"lr · weight_decay was {decay.max().item()} in the recording: it must be below 1")
+            scale = factors * (1 - decay) ** power
+        self._sizes = torch.tensor(channels.sizes, device=channels.device)
+        self._table = recording.table(channels).to(channels.device, channels.dtype)
+        self._scale = scale.to(channels.device, channels.dtype)
+        self._rows = rows.tolist()
+        self._t = 0
+
+    def advance(self, initial: bool) -> list[float]:
+        t = 0 if initial else self._t + 1
+        if t > self._steps:
+            raise ValueError(f"the recording holds {self._steps} steps, all of them were taken")
+        self._t = t
+        return cast(list[float], self._factors[t].tolist())
+
+    def target(self, channels: Channels) -> Tensor | None:
+        return self._table[self._rows[self._t]] * self._scale[self._t].repeat_interleave(
+            self._sizes, output_size=channels.total
+        )
+
+    def lr(self, group: int, base: float) -> float:
+        """Groups without recorded weights follow the first recorded weight's learning rate."""
+        return base * (self._lr[0][self._t] / self._lr[0][0]).item()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self._t}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["step"] > self._steps:
+            raise ValueError(f"the state is at step {state['step']}, the recording holds {self._steps}")
+        self._t = state["step"]

@@ -1,0 +1,267 @@
+"""Watch norms, effective step sizes and angles of a run, at a cost below one percent of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from normmatters.optim._rows import Channels, Named, TestedChannels, resolve, triangle_angle
+from normmatters.optim.recording import Recording, layout_signature
+
+__all__ = ["NormRecorder"]
+
+_CHUNK = 256  # rows that stay on the device before they move to the host, asynchronously
+
+
+class _History:
+    """Rows appended on a device without a host sync.
+
+    Without a capacity, full chunks move to pinned host memory. With one, all rows stay in one preallocated tensor and
+    the row number lives on the device too, so that a CUDA graph may capture `append` and replay it.
+    """
+
+    def __init__(self, width: int, dtype: torch.dtype, device: torch.device, capacity: int | None) -> None:
+        self.capacity = capacity
+        self._chunk = torch.zeros(capacity or _CHUNK, width, dtype=dtype, device=device)
+        self._next = torch.zeros(1, dtype=torch.int64, device=device)
+        self._full: list[Tensor] = []
+        self._used = 0
+
+    def append(self, row: Tensor) -> None:
+        if self.capacity is not None:
+            self._chunk.index_copy_(0, self._next.clamp(max=self.capacity - 1), row.unsqueeze(0))
+            self._next.add_(1)
+            return
+        self._chunk[self._used].copy_(row)
+        self._used += 1
+        if self._used == _CHUNK:
+            pinned = torch.empty(self._chunk.shape, dtype=row.dtype, pin_memory=row.device.type == "cuda")
+            self._full.append(pinned.copy_(self._chunk, non_blocking=True))
+            self._used = 0
+
+    def stack(self) -> Tensor:
+        """All rows on the host, `[rows, width]`."""
+        if self.capacity is not None:
+            rows = int(self._next)
+            if rows > self.capacity:
+                raise ValueError(f"{rows} rows were recorded, capacity={self.capacity} was reserved for them")
+            return self._chunk[:rows].cpu()
+        last = self._chunk[: self._used].cpu()  # on a GPU this also waits for the copies before it
+        return torch.cat([*self._full, last])
+
+    def load(self, rows: Tensor) -> None:
+        if self.capacity is not None:
+            if len(rows) > self.capacity:
+                raise ValueError(f"the state has {len(rows)} rows, capacity={self.capacity} was reserved")
+            self._chunk[: len(rows)].copy_(rows)
+            self._next.fill_(len(rows))
+            return
+        whole = len(rows) // _CHUNK * _CHUNK
+        self._full = [rows[:whole].clone()] if whole else []
+        self._used = len(rows) - whole
+        self._chunk[: self._used].copy_(rows[whole:])
+
+
+class NormRecorder:
+    """Record the norm of every channel, its angular update and its learning rate, step by step or epoch by epoch.
+
+    Everything stays on the device and waits for nothing: per weight one norm kernel (two with angles), a handful of
+    multi-tensor kernels besides. Given an optimizer it records by itself after each `optimizer.step()`; a step that
+    AMP's `GradScaler` skips is no step and is not recorded.
+
+    Args:
+        weights: the result of `scale_invariant_parameters`, a module (all weights of two or more dimensions), a mapping
+            name → tensor or (name, tensor) pairs.
+        optimizer: where steps, learning rates and weight decay come from; without it, call `step()` after every step.
+        every: `"step"`, a number of steps, or `"epoch"` (a row at every `end_epoch()`).
+        angle: also record the angle between consecutive rows; keeps one copy of the weights.
+        dims: channel dimension by name where it is not what `weights` says (0, or 1 for transposed convolutions of a
+            module); `None` takes a whole tensor as one channel.
+        capacity: reserve this many rows up front and never grow, for CUDA graphs; needs `every="step"`.
+        metadata: strings to keep in the recording.
+
+    >>> model = torch.nn.Linear(4, 3)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> recorder = NormRecorder(model, optimizer)
+    >>> model(torch.ones(2, 4)).sum().backward(); optimizer.step()
+    >>> recorder.recording().effective_step_size("weight").shape
+    torch.Size([1, 3])
+    """
+
+    def __init__(
+        self,
+        weights: Named,
+        optimizer: Optimizer | None = None,
+        *,
+        every: Literal["step", "epoch"] | int = "step",
+        angle: bool = True,
+        dims: Mapping[str, int | None] | None = None,
+        capacity: int | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        if every not in ("step", "epoch") and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
+            raise ValueError(f'every must be "step", "epoch" or a positive number of steps, got {every!r}')
+        if capacity is not None and (every not in ("step", 1) or capacity < 2):
+            raise ValueError(f'capacity needs every="step" and room for 2 rows or more, got {every!r} and {capacity}')
+        if optimizer is not None and not isinstance(optimizer, Optimizer):
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        self._channels = Channels(*resolve(weights, dims))
+        self._tested = isinstance(weights, TestedChannels) and dims is None
+        self._interval = every if isinstance(every, int) else {"step": 1, "epoch": 0}[every]
+        self._angle, self._capacity, self._metadata = angle, capacity, dict(metadata or {})
+        self._optimizer = optimizer
+        self._group_of = self._channels.groups(optimizer) if optimizer else []
+        self._used_groups = sorted(set(self._group_of))
+        self._handles = []
+        self.reset()
+        if optimizer is None:
+            self._record()
+        else:
+            # Row 0 is taken at the first step, not here: weights may still be loaded or moved in between.
+            self._handles.append(optimizer.register_step_pre_hook(lambda *_: self._start()))
+            self._handles.append(optimizer.register_step_post_hook(lambda *_: self.step()))
+
+    def reset(self) -> None:
+        """Forget all rows and begin again at step 0."""
+        channels = self._channels
+        width = channels.total * (2 if self._angle else 1)
+        self._rows = _History(width, channels.dtype, channels.device, self._capacity)
+        self._settings = _History(2 * len(self._used_groups), torch.float64, channels.device, self._capacity)
+        self._row = torch.zeros(width, dtype=channels.dtype, device=channels.device)
+        self._distance = channels.new_row()
+        self._setting = torch.zeros(2 * len(self._used_groups), dtype=torch.float64, device=channels.device)
+        self._written: list[float] | None = None
+        self._previous = [w.detach().clone() for w in channels.weights] if self._angle else []
+        self._steps, self._row_steps, self._epoch_ends = 0, list[int](), list[int]()
+
+    def remove(self) -> None:
+        """Detach from the optimizer; the rows stay."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps seen so far (those that a replayed CUDA graph took are only in the rows)."""
+        return self._steps
+
+    def step(self) -> None:
+        """Count one optimizer step and record a row when one is due. The optimizer's hook calls it."""
+        self._steps += 1
+        if self._interval and self._steps % self._interval == 0:
+            self._record()
+
+    def end_epoch(self) -> None:
+        """Mark the end of an epoch; with `every="epoch"` this records the row."""
+        if self._capacity is not None:
+            self._steps = int(self._rows._next) - 1
+        if self._steps == (self._epoch_ends or [0])[-1]:
+            raise ValueError(f"end_epoch() at step {self._steps}: no step was taken since the last epoch ended")
+        self._epoch_ends.append(self._steps)
+        if self._row_steps[-1] != self._steps and self._capacity is None:
+            self._record()
+
+    def _start(self) -> None:
+        if not self._row_steps:
+            self._record()
+
+    @torch.no_grad()
+    def _record(self) -> None:
+        channels, weights = self._channels, [w.detach() for w in self._channels.weights]
+        total = channels.total
+        if not self._angle:
+            channels.norms_(self._row)
+        elif not self._row_steps:
+            torch._foreach_copy_(self._previous, weights)
+            channels.norms_(self._row[:total])
+        else:
+            before = self._row[:total].clone()
+            torch._foreach_sub_(self._previous, weights)
+            channels.norms_(self._distance, self._previous)
+            channels.norms_(self._row[:total])
+            self._row[total:] = triangle_angle(before, self._row[:total], self._distance)
+            torch._foreach_copy_(self._previous, weights)
+        self._rows.append(self._row)
+        self._read_settings()
+        self._settings.append(self._setting)
+        self._row_steps.append(self._steps)
+
+    def _read_settings(self) -> None:
+        """Learning rate and weight decay of the step just taken, to the device; written only where they changed."""
+        if self._optimizer is None:
+            return
+        groups = [self._optimizer.param_groups[i] for i in self._used_groups]
+        values = [g["lr"] for g in groups] + [g.get("weight_decay", 0.0) for g in groups]
+        if self._written is None or any(isinstance(v, Tensor) for v in values) or values != self._written:
+            for place, value in zip(self._setting, values):
+                place.copy_(value) if isinstance(value, Tensor) else place.fill_(value)
+            self._written = None if any(isinstance(v, Tensor) for v in values) else values
+
+    def recording(self) -> Recording:
+        """Everything recorded so far, on the host. Waits for the device."""
+        rows, settings = self._rows.stack(), self._settings.stack()[1:]
+        if not len(rows):
+            raise ValueError("nothing was recorded yet: no step was taken")
+        channels, count = self._channels, len(self._used_groups)
+        steps = range(len(rows)) if self._capacity is not None else self._row_steps
+        return Recording(
+            norms={n: t.clone() for n, t in channels.split(rows[:, : channels.total]).items()},
+            angles={n: t.clone() for n, t in channels.split(rows[1:, channels.total :]).items()} if self._angle else {},
+            steps=torch.tensor(list(steps)),
+            lr=settings[:, :count].clone(),
+            weight_decay=settings[:, count:].clone(),
+            groups={n: self._used_groups.index(g) for n, g in zip(channels.names, self._group_of)},
+            shapes={n: tuple(w.shape) for n, w in zip(channels.names, channels.weights)},
+            dims=dict(zip(channels.names, channels.dims)),
+            epoch_ends=tuple(self._epoch_ends),
+            tested=self._tested,
+            metadata=self._metadata,
+        )
+
+    def save(self, path: str) -> None:
+        """`recording().save(path)`."""
+        self.recording().save(path)
+
+    def _signature(self) -> str:
+        c = self._channels
+        return layout_signature({n: tuple(w.shape) for n, w in zip(c.names, c.weights)}, dict(zip(c.names, c.dims)))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and numbers only, for `torch.save`: a run that stops and resumes records bit for bit the same."""
+        return {
+            "signature": self._signature(),
+            "angle": self._angle,
+            "interval": self._interval,
+            "rows": self._rows.stack(),
+            "settings": self._settings.stack(),
+            "previous": [p.cpu() for p in self._previous] if self._row_steps else [],
+            "steps": self._steps,
+            "row_steps": list(self._row_steps),
+            "epoch_ends": list(self._epoch_ends),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue a recording of the same weights."""
+        for key, mine in (("signature", self._signature()), ("angle", self._angle), ("interval", self._interval)):
+            if state.get(key) != mine:
+                raise ValueError(
+                    f"the state is of another recorder: its {key} is {state.get(key)!r}, here it is {mine!r}"
+                )
+        if state["settings"].shape[1] != len(self._setting):
+            raise ValueError(
+                f"the state has {state['settings'].shape[1] // 2} parameter groups, here are {len(self._setting) // 2}"
+            )
+        self.reset()
+        self._rows.load(state["rows"])
+        self._settings.load(state["settings"])
+        if len(state["rows"]):
+            self._row.copy_(state["rows"][-1])
+            self._setting.copy_(state["settings"][-1])
+        for previous, saved in zip(self._previous, state["previous"]):
+            previous.copy_(saved)
+        self._steps, self._row_steps = state["steps"], list(state["row_steps"])
+        self._epoch_ends = list(state["epoch_ends"])

@@ -1,0 +1,317 @@
+"""What a `NormRecorder` saw, frozen: norms, angles and learning rates of a run, on disk as safetensors."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from normmatters.optim._rows import Channels, Named, TestedChannels, plain_name, resolve, triangle_angle
+
+__all__ = ["Form", "Recording"]
+
+Form = Literal["paper", "exact"]
+_FORMAT = "normmatters.recording"
+
+
+@dataclass(frozen=True, eq=False)
+class Recording:
+    """Norms of every channel through a run. Row r was taken after `steps[r]` optimizer steps; row 0 before the first.
+
+    Attributes:
+        norms: name → `[R, channels]`.
+        angles: name → `[R-1, channels]`, the angle in radians from row r to row r+1; empty if it was not recorded.
+        steps: `[R]` int64, optimizer steps taken before each row.
+        lr: `[R-1, groups]` float64, learning rate of the step that led to row r+1; `[R-1, 0]` without an optimizer.
+        weight_decay: `[R-1, groups]` float64.
+        groups: name → column of `lr` and `weight_decay`.
+        shapes: name → shape of the weight.
+        dims: name → channel dimension, `None` where the whole tensor is one channel.
+        epoch_ends: steps taken at the end of every epoch.
+        tested: whether the weights came from `scale_invariant_parameters`.
+        metadata: the user's own strings, kept in the file.
+
+    >>> recording = recorder.recording()                             # doctest: +SKIP
+    >>> recording.norms["conv1.weight"].shape, recording.effective_step_size("conv1.weight").shape  # doctest: +SKIP
+    """
+
+    norms: Mapping[str, Tensor]
+    steps: Tensor
+    lr: Tensor
+    weight_decay: Tensor
+    groups: Mapping[str, int]
+    shapes: Mapping[str, tuple[int, ...]]
+    dims: Mapping[str, int | None]
+    angles: Mapping[str, Tensor] = field(default_factory=dict)
+    epoch_ends: tuple[int, ...] = ()
+    tested: bool = False
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        rows = len(self.steps)
+        for table, expected in ((self.lr, rows - 1), (self.weight_decay, rows - 1)):
+            if rows < 1 or table.ndim != 2 or len(table) != expected:
+                raise ValueError(
+                    f"{rows} rows need lr and weight_decay of [{rows - 1}, groups], got {tuple(table.shape)}"
+                )
+        for name, norms in self.norms.items():
+            if name not in self.shapes or name not in self.dims:
+                raise ValueError(f"the recording has norms of {name!r} and not its shape and dim")
+            shape, dim = self.shapes[name], self.dims[name]
+            channels = 1 if dim is None else shape[dim]
+            if tuple(norms.shape) != (rows, channels):
+                raise ValueError(
+                    f"norms of {name!r} (shape {tuple(shape)}, dim {dim}) must be [{rows}, {channels}], "
+                    f"got {list(norms.shape)}: channels or rows are missing"
+                )
+            if self.angles and (name not in self.angles or tuple(self.angles[name].shape) != (rows - 1, channels)):
+                raise ValueError(f"angles of {name!r} must be [{rows - 1}, {channels}]")
+            if self.lr.shape[1] and not 0 <= self.groups.get(name, -1) < self.lr.shape[1]:
+                raise ValueError(f"{name!r} has no learning rate: its group is {self.groups.get(name)}")
+        for key in ("norms", "groups", "shapes", "dims", "angles", "metadata"):
+            object.__setattr__(self, key, MappingProxyType(dict(getattr(self, key))))
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the recorded weights."""
+        return list(self.norms)
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Optimizer steps an epoch, `None` where epochs differ or none was marked."""
+        lengths = {b - a for a, b in zip((0, *self.epoch_ends), self.epoch_ends)}
+        return lengths.pop() if len(lengths) == 1 else None
+
+    @property
+    def signature(self) -> str:
+        """Hash of the names, shapes and channel dimensions: equal for equal models."""
+        return layout_signature(self.shapes, self.dims)
+
+    def norm(self, name: str, *, layer: bool = False) -> Tensor:
+        """`[R, channels]`; with `layer=True` `[R]`, the norm of the whole weight."""
+        norms = self.norms[self._known(name)]
+        return torch.linalg.vector_norm(norms, dim=1) if layer else norms
+
+    def learning_rate(self, name: str) -> Tensor:
+        """`[R-1]` float64, the learning rate of this weight's parameter group."""
+        self._known(name)
+        if self.lr.shape[1] == 0:
+            raise ValueError("this run was recorded without an optimizer: it has no learning rates")
+        return self.lr[:, self.groups[name]]
+
+    def effective_step_size(self, name: str, *, layer: bool = False, exponent: float = 2.0) -> Tensor:
+        """η/‖w‖² (F2) `[R-1, channels]`, or `[R-1]` with `layer=True`; `exponent=1` for the Adam family."""
+        norms = self.norm(name, layer=layer)[:-1]
+        lr = self.learning_rate(name)
+        return lr.view(-1, *[1] * (norms.ndim - 1)) / norms.double() ** exponent
+
+    def angle(self, name: str, *, layer: bool = False) -> Tensor:
+        """Angle from row to row in radians, `[R-1, channels]`, or `[R-1]` of the whole weight with `layer=True`."""
+        if not self.angles:
+            raise ValueError("this run was recorded without angles: build the NormRecorder with angle=True")
+        angles = self.angles[self._known(name)]
+        if not layer:
+            return angles
+        norms = self.norms[name].double()
+        a, b = norms[:-1], norms[1:]
+        # The distance of two channels from their lengths and angle, without the cancellation of the cosine rule.
+        squared = (a - b) ** 2 + 4 * a * b * torch.sin(angles.double() / 2) ** 2
+        return triangle_angle(a.norm(dim=1), b.norm(dim=1), squared.sum(1).sqrt())
+
+    def at_epochs(self, name: str) -> Tensor:
+        """`[epochs, channels]` norms at the end of every epoch."""
+        return self.norms[self._known(name)][self._epoch_rows()]
+
+    def _known(self, name: str) -> str:
+        if name not in self.norms:
+            raise ValueError(f"the recording has no {name!r}; it has {self.names}")
+        return name
+
+    def _epoch_rows(self) -> list[int]:
+        if not self.epoch_ends:
+            raise ValueError("the recording has no epochs: call recorder.end_epoch() at the end of each")
+        where = {int(s): r for r, s in enumerate(self.steps.tolist())}
+        missing = [e for e in self.epoch_ends if e not in where]
+        if missing:
+            raise ValueError(
+                f"no row was recorded at the end of an epoch, step {missing[0]}: record every step or epoch"
+            )
+        return [where[e] for e in self.epoch_ends]
+
+    def rows_by_step(self, form: Form) -> Tensor:
+        """`[T+1]` row of the norms that hold during step t (t = T: after the last one).
+
+        `"paper"`: the norms at the end of the epoch that step t is part of. `"exact"`: the norms just before step t.
+        """
+        if form == "exact":
+            if not torch.equal(self.steps, torch.arange(len(self.steps))):
+                raise ValueError('form="exact" needs the norms of every step: record with every="step"')
+            return torch.arange(len(self.steps))
+        if form != "paper":
+            raise ValueError(f'form must be "paper" or "exact", got {form!r}')
+        rows = torch.tensor(self._epoch_rows())
+        lengths = torch.tensor([b - a for a, b in zip((0, *self.epoch_ends), self.epoch_ends)])
+        return torch.cat([rows.repeat_interleave(lengths), rows[-1:]])
+
+    def lr_by_step(self, name: str) -> Tensor:
+        """`[T]` float64 learning rate of every step, held constant between rows."""
+        return self.learning_rate(name).repeat_interleave(self.steps.diff())
+
+    def match(self, optimizer: Optimizer, parameters: Named | None = None) -> Channels:
+        """The channels of `parameters` that this recording describes, checked one by one; raises naming the parameter.
+
+        Args:
+            optimizer: must hold every one of them; asked for their names where `parameters` is `None`.
+            parameters: the result of `scale_invariant_parameters`, a mapping or (name, tensor) pairs; or a whole
+                module, where every recorded weight was tested for scale invariance.
+        """
+        if parameters is None:
+            if not all("param_names" in group for group in optimizer.param_groups):
+                raise ValueError(
+                    "the optimizer does not know the names of its parameters: build it from model.named_parameters() "
+                    "or split_parameters(...), or pass parameters="
+                )
+            pairs = [pair for g in optimizer.param_groups for pair in zip(g["param_names"], g["params"])]
+            known = {plain_name(n): p for n, p in pairs}
+        elif isinstance(parameters, nn.Module):
+            known = {plain_name(n): p for n, p in parameters.named_parameters()}
+        else:
+            known, dims = resolve(parameters)
+            for name in known:
+                self._known(name)
+            if isinstance(parameters, TestedChannels) and (wrong := [n for n in known if dims[n] != self.dims[n]]):
+                name = wrong[0]
+                raise ValueError(
+                    f"{name!r} was recorded along dim {self.dims[name]} and is invariant along {dims[name]}"
+                )
+        wanted = list(known)
+        if parameters is None or isinstance(parameters, nn.Module):
+            wanted = self.names
+            if not self.tested:
+                raise ValueError(
+                    f"{self.names[0]!r} and the other recorded weights were never tested for scale invariance: "
+                    "pass parameters=scale_invariant_parameters(model, example_input), or record with it"
+                )
+        for name in wanted:
+            if name not in known:
+                raise ValueError(f"the recording is of another model: it has {name!r}, the parameters given do not")
+            if tuple(known[name].shape) != tuple(self.shapes[name]):
+                raise ValueError(
+                    f"the recording is of another model: {name!r} was {tuple(self.shapes[name])} there "
+                    f"and is {tuple(known[name].shape)} here"
+                )
+        return Channels({n: known[n] for n in wanted}, {n: self.dims[n] for n in wanted})
+
+    def table(self, channels: Channels) -> Tensor:
+        """`[R, total]` norms of `channels`, side by side, in float64; raises where one is zero."""
+        table = torch.cat([self.norms[n].double() for n in channels.names], dim=1)
+        channels.check_nonzero(table, "the recorded norm")
+        return table
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a safetensors file: tensors plus a JSON description of names, shapes, dims and groups."""
+        tensors = {f"norm/{n}": t.contiguous() for n, t in self.norms.items()}
+        tensors |= {f"angle/{n}": t.contiguous() for n, t in self.angles.items()}
+        tensors |= {"steps": self.steps, "lr": self.lr.contiguous(), "weight_decay": self.weight_decay.contiguous()}
+        layout = {n: [list(self.shapes[n]), self.dims[n], self.groups.get(n)] for n in self.names}
+        header = {
+            "format": _FORMAT,
+            "version": "1",
+            "parameters": json.dumps(layout),
+            "signature": self.signature,
+            "epoch_ends": json.dumps(self.epoch_ends),
+            "tested": json.dumps(self.tested),
+            "metadata": json.dumps(dict(self.metadata)),
+        }
+        _safetensors().save_file({k: t.clone() for k, t in tensors.items()}, os.fspath(path), metadata=header)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Recording:
+        """Read what `save` wrote; a file of another kind or with missing tensors is an error that says so."""
+        _safetensors()
+        from safetensors import safe_open
+
+        with safe_open(os.fspath(path), framework="pt") as file:
+            header = file.metadata() or {}
+            if header.get("format") != _FORMAT or header.get("version") != "1":
+                raise ValueError(f"{os.fspath(path)} is not a {_FORMAT} file of version 1, its header says {header}")
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  (not a dict)
+        layout = json.loads(header["parameters"])
+        lost = [n for n in layout if f"norm/{n}" not in tensors]
+        if lost:
+            raise ValueError(f"{os.fspath(path)} describes {lost[0]!r} and holds no norms of it")
+        recording = cls(
+            norms={n: tensors[f"norm/{n}"] for n in layout},
+            angles={n: tensors[f"angle/{n}"] for n in layout if f"angle/{n}" in tensors},
+            steps=tensors["steps"],
+            lr=tensors["lr"],
+            weight_decay=tensors["weight_decay"],
+            groups={n: group for n, (_, _, group) in layout.items() if group is not None},
+            shapes={n: tuple(shape) for n, (shape, _, _) in layout.items()},
+            dims={n: dim for n, (_, dim, _) in layout.items()},
+            epoch_ends=tuple(json.loads(header["epoch_ends"])),
+            tested=json.loads(header["tested"]),
+            metadata=json.loads(header["metadata"]),
+        )
+        if recording.signature != header["signature"]:
+            raise ValueError(f"{os.fspath(path)} is damaged: its names and shapes do not give its signature")
+        return recording
+
+    def to_tensorboard(self, writer: Any, *, prefix: str = "norms", every: int = 1) -> None:
+        """Write layer norm, median effective step size and median angle of every weight as scalars.
+
+        Args:
+            writer: a `torch.utils.tensorboard.SummaryWriter`, or anything with its `add_scalar`.
+            every: write every so many rows.
+        """
+        for tag, name, curve in self._curves():
+            for row in range(0, len(curve), every):
+                writer.add_scalar(f"{prefix}/{tag}/{name}", curve[row].item(), int(self.steps[row]))
+
+    def plot(self, path: str | os.PathLike[str], *, names: list[str] | None = None) -> None:
+        """Save a figure with a panel each for layer norm, effective step size and angle (medians over channels)."""
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ImportError("plotting needs matplotlib: pip install normmatters[lab]") from error
+        curves = [c for c in self._curves() if names is None or c[1] in [self._known(n) for n in names]]
+        tags = list(dict.fromkeys(tag for tag, _, _ in curves))
+        figure = Figure(figsize=(3.6 * len(tags), 3.2), layout="constrained")
+        for axes, title in zip(figure.subplots(1, len(tags), squeeze=False)[0], tags):
+            for tag, name, curve in curves:
+                if tag == title:
+                    axes.plot(self.steps[: len(curve)].numpy(), curve.numpy(), label=name, linewidth=1)
+            axes.set(title=title.replace("_", " "), xlabel="step", yscale="log")
+        if len(self.names if names is None else names) <= 10:
+            figure.axes[0].legend(fontsize=6)
+        figure.savefig(os.fspath(path), dpi=80)
+
+    def _curves(self) -> list[tuple[str, str, Tensor]]:
+        curves = [("norm", n, self.norm(n, layer=True)) for n in self.names]
+        if self.lr.shape[1]:
+            curves += [("effective_step_size", n, self.effective_step_size(n).median(1).values) for n in self.names]
+        if self.angles:
+            curves += [("angle", n, self.angles[n].median(1).values) for n in self.names]
+        return curves
+
+
+def layout_signature(shapes: Mapping[str, tuple[int, ...]], dims: Mapping[str, int | None]) -> str:
+    """SHA-256 of names, shapes and channel dimensions."""
+    text = json.dumps([[n, list(shapes[n]), dims[n]] for n in sorted(shapes)])
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise ImportError("saving and loading recordings needs safetensors: pip install normmatters[lab]") from error
+    return safetensors.torch
