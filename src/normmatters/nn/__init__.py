@@ -22,6 +22,7 @@ from normmatters.nn.batchnorm import (
     TopKBatchNorm3d,
 )
 from normmatters.nn.layernorm import L1LayerNorm, L1RMSNorm, LpLayerNorm
+from normmatters.nn.sync import SyncLpBatchNorm, convert_sync_batchnorm
 
 __all__ = [
     "L1BatchNorm1d",
@@ -42,8 +43,10 @@ __all__ = [
     "RangeBatchNorm1d",
     "RangeBatchNorm2d",
     "RangeBatchNorm3d",
+    "SyncLpBatchNorm",
     "TReLU",
     "TopKBatchNorm1d",
     "TopKBatchNorm2d",
     "TopKBatchNorm3d",
+    "convert_sync_batchnorm",
 ]

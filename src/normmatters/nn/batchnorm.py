@@ -62,9 +62,10 @@ class _LpBatchNorm(_NormBase):
         """Normalize ``input``, (N, C, ...), add ``residual`` of the same shape if given, apply ``act`` if set."""
         self._check_input_dim(input)
         tracked = self.training and self.track_running_stats and not _recomputing()
+        count = self.num_batches_tracked if tracked else None
         momentum = self.momentum
         if momentum is None:  # cumulative average: the count is raised below, once nothing can fail any more
-            momentum = 1.0 / (float(self.num_batches_tracked) + 1) if tracked else 0.0  # type: ignore[arg-type]
+            momentum = 0.0 if count is None else 1.0 / (float(count) + 1)
         use_buffers = tracked or not self.training
         output = self._batch_norm(
             input,
@@ -74,8 +75,8 @@ class _LpBatchNorm(_NormBase):
             momentum,
             residual,
         )
-        if tracked and self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
+        if count is not None:
+            count.add_(1)
         return output
 
     def _batch_norm(

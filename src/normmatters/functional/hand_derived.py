@@ -1,0 +1,355 @@
+"""Training batch norm with the backward pass derived by hand: fast on a CPU, and without full-size intermediates.
+
+With D = √(s² + eps), x̂ = (x − μ)/D, s = C·T(x − μ) and g the gradient of the output (0 where the ReLU is closed):
+
+    dγ = Σ g·x̂,    dβ = Σ g,    dx = γ/D · [g − mean g − (Σ g·x̂)·(C²T/D)·(u − mean u)],    u = ∂T/∂(x − μ)
+
+where u is sign(x−μ)/n for L1, (x−μ)/(nT) for L2, sign(x−μ)·(|x−μ|/T)^(p−1)/n for Lp, and for L∞, Top(k) and range it is
+not 0 only at the extremes, whose positions the forward pass keeps. Beside x and the output, which the neighbouring
+layers hold anyway, only numbers per channel are saved. The passes run over a few samples at a time, so that what they
+write in between stays in the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from normmatters.functional.batch_norm import lp_batch_norm, update_running_statistics
+from normmatters.functional.checks import check_batch_norm
+from normmatters.functional.statistic import Kind, check_constant, compute_dtype, scale_constant, statistic_kind
+
+# Elements a thread works on at a time: a few such float32 buffers fit its share of the cache, and calls are amortized.
+CHUNK = 1 << 18
+
+
+def batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    *,
+    p: float | str = 1,
+    k: int | None = None,
+    constant: str | float = "exact",
+    act: str | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """:func:`~normmatters.functional.lp_batch_norm` through the hand-derived backward pass where there is one to derive.
+
+    The plain equation serves evaluation and the empty batch, the compiler (which fuses it by itself) and the transforms
+    that need more than one derivative's graph: ``torch.func`` and forward-mode differentiation.
+    """
+    if not training or input.numel() == 0 or _traced():
+        return lp_batch_norm(
+            input,
+            running_mean,
+            running_var,
+            weight,
+            bias,
+            training,
+            momentum,
+            eps,
+            p=p,
+            k=k,
+            constant=constant,
+            act=act,
+            residual=residual,
+        )
+    kind = statistic_kind(p, k)
+    check_constant(constant)
+    check_batch_norm(
+        input, running_mean, running_var, weight, bias, training, eps, kind=kind, k=k, act=act, residual=residual
+    )
+    n = input.numel() // input.shape[1]
+    C = scale_constant(p, n, k, constant)
+    y, mean, squared = batch_norm_train(input, weight, bias, residual, eps, kind=kind, p=p, k=k, C=C, act=act)
+    update_running_statistics(running_mean, running_var, mean, squared, n, momentum, kind=kind)
+    return y
+
+
+def _traced() -> bool:
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or torch.autograd.forward_ad._current_level >= 0
+    )
+
+
+def batch_norm_train(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    eps: float,
+    *,
+    kind: Kind,
+    p: float | str,
+    k: int | None,
+    C: float,
+    act: str | None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Batch norm by the batch's own statistics; the equation of :func:`~normmatters.functional.lp_batch_norm`.
+
+    Inputs are trusted: the caller has checked them. Running statistics are the caller's to update. Differentiable once.
+
+    Args:
+        input: (N, C, ...), not empty.
+        weight, bias: (C,) or None.
+        residual: same shape as input, or None.
+        eps: added to s².
+        kind, p, k: the statistic; ``kind`` is ``statistic_kind(p, k)``.
+        C: the constant, of ``scale_constant``.
+        act: None or ``"relu"``.
+
+    Returns:
+        The output, and the batch's μ and s², (C,) each in float32 (float64 for float64); s² is None for mean-only.
+
+    Example::
+
+        >>> x = torch.randn(8, 3, 4, 4)
+        >>> y, mean, squared = batch_norm_train(x, None, None, None, 1e-5, kind="l1", p=1, k=None, C=1.25, act="relu")
+        >>> y.shape, mean.shape
+        (torch.Size([8, 3, 4, 4]), torch.Size([3]))
+    """
+    power = float(p) if kind == "lp" else 0.0
+    largest = 1 if k is None else k
+    output, mean, squared = _BatchNormTrain.apply(input, weight, bias, residual, eps, kind, power, largest, C, act)
+    return output, mean, None if kind == "mean" else squared
+
+
+class _BatchNormTrain(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        eps: float,
+        kind: Kind,
+        p: float,
+        k: int,
+        C: float,
+        act: str | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dims = [d for d in range(input.dim()) if d != 1]
+        mean = input.mean(dims, dtype=compute_dtype(input.dtype))
+        positions = slopes = None
+        if kind in ("l1", "l2", "lp"):
+            statistic = _average(input, mean, kind, p)
+        elif kind == "mean":
+            statistic = torch.ones_like(mean)
+        else:
+            statistic, positions, slopes = _extremes(input, mean, kind, k)
+        squared = (C * statistic).square()
+        if kind == "mean":
+            C = eps = 0.0  # no scale: D = 1, and no gradient flows through it
+
+        output = _normalize(input, mean, squared, weight, bias, residual, eps, act)
+        ctx.save_for_backward(
+            input, output if act == "relu" else None, weight, mean, statistic, squared, positions, slopes
+        )
+        ctx.settings = (eps, kind, p, C)
+        ctx.mark_non_differentiable(mean, squared)
+        ctx.set_materialize_grads(False)
+        return output, mean, squared
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, *unused: None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return (None,) * 10
+        input, _, weight, *_ = ctx.saved_tensors
+        with torch.no_grad():
+            grads = _backward(grad, ctx.saved_tensors, ctx.needs_input_grad, *ctx.settings)
+        if torch.is_grad_enabled():  # create_graph=True: the gradients may be used, not differentiated
+            grads = tuple(g if g is None else _DifferentiatedTwice.apply(g, input, weight) for g in grads)
+        return (*grads, None, None, None, None, None, None)
+
+
+class _DifferentiatedTwice(torch.autograd.Function):
+    """Identity in its first argument, whose backward pass says why there is none."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, *_: Tensor | None) -> Tensor:
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor | None) -> Any:
+        raise RuntimeError(
+            "this batch norm's backward pass is hand-derived and can be differentiated only once; "
+            "for second derivatives use normmatters.functional.lp_batch_norm"
+        )
+
+
+def _chunks(x: Tensor) -> Iterator[slice]:
+    """Slices of the batch that fit the cache; on other devices the whole batch, where launches cost more."""
+    step = max(1, CHUNK * torch.get_num_threads() * x.shape[0] // x.numel()) if x.device.type == "cpu" else x.shape[0]
+    return (slice(i, i + step) for i in range(0, x.shape[0], step))
+
+
+def _per_channel(t: Tensor, like: Tensor) -> Tensor:
+    return t.view([1, -1] + [1] * (like.dim() - 2))
+
+
+def _average(x: Tensor, mean: Tensor, kind: Kind, p: float) -> Tensor:
+    """T for L1, L2 and Lp: (mean |x−μ|^p)^(1/p) of each channel."""
+    dims = [d for d in range(x.dim()) if d != 1]
+    mu = _per_channel(mean, x)
+    total = torch.zeros_like(mean)
+    top = None
+    if kind == "lp":  # relative to the largest deviation, no power overflows
+        top = torch.maximum(x.amax(dims).to(mean) - mean, mean - x.amin(dims).to(mean))
+        top = torch.where(top == 0, torch.ones_like(top), top)
+    for rows in _chunks(x):
+        c = x[rows] - mu
+        if top is None:
+            c = c.abs_() if kind == "l1" else c.square_()
+        else:
+            c = c.abs_().div_(_per_channel(top, x)).pow_(p)
+        total += c.sum(dims)
+    average = total / (x.numel() // x.shape[1])
+    if kind == "l2":
+        return average.sqrt()
+    return average if top is None else average.pow(1 / p) * top
+
+
+def _extremes(x: Tensor, mean: Tensor, kind: Kind, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """T for L∞ (k = 1), Top(k) and range, where in its channel each extreme is, (C, m), and its ∂T/∂(x − μ)."""
+    rank = 1 if kind == "range" else k
+    values, positions = [], []
+    offset = 0
+    for rows in _chunks(x):
+        c = (x[rows] - _per_channel(mean, x)).transpose(0, 1).flatten(1)
+        ends = (c, -c) if kind == "range" else (c.abs(),)
+        found = [end.topk(min(rank, c.shape[1]), dim=1) for end in ends]
+        values.append(torch.stack([f.values for f in found], 1))  # (C, ends, rank)
+        positions.append(torch.stack([f.indices for f in found], 1) + offset)
+        offset += c.shape[1]
+    largest, chosen = torch.cat(values, 2).topk(rank, dim=2)
+    position = torch.cat(positions, 2).gather(2, chosen).flatten(1)
+    if kind == "range":
+        slope = largest.new_tensor([1.0, -1.0]).expand_as(position)
+    else:
+        slope = (x[_index(x, position)] - mean.unsqueeze(1)).sign() / rank
+    return largest.mean(2).sum(1), position, slope
+
+
+def _index(x: Tensor, position: Tensor) -> tuple[Tensor, ...]:
+    """Index of ``x`` for positions, (C, m), that count the samples and pixels of a channel."""
+    channel = torch.arange(x.shape[1], device=x.device).unsqueeze(1)
+    sample, *pixel = torch.unravel_index(position, (x.shape[0], *x.shape[2:]))
+    return (sample, channel, *pixel)
+
+
+def _normalize(
+    x: Tensor,
+    mean: Tensor,
+    squared: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    eps: float,
+    act: str | None,
+) -> Tensor:
+    """act((x − μ)/√(s² + eps)·weight + bias + residual), rounded to x's dtype once."""
+    weight, bias = (t if t is None else t.to(mean.dtype) for t in (weight, bias))
+    if x.dtype == mean.dtype:
+        y = F.batch_norm(x, mean, squared, weight, bias, False, 0.0, eps)  # with given statistics: one fused pass
+        if residual is not None:
+            y += residual
+        return y.relu_() if act == "relu" else y
+    y = torch.empty_like(x)
+    for rows in _chunks(x):
+        c = F.batch_norm(x[rows].to(mean.dtype), mean, squared, weight, bias, False, 0.0, eps)
+        if residual is not None:
+            c += residual[rows]
+        y[rows] = c.relu_() if act == "relu" else c
+    return y
+
+
+def _backward(
+    grad: Tensor,
+    saved: tuple[Any, ...],
+    needed: Sequence[bool],
+    eps: float,
+    kind: Kind,
+    p: float,
+    C: float,
+) -> tuple[Tensor | None, ...]:
+    """Gradients of input, weight, bias and residual, as far as they are needed."""
+    x, output, weight, mean, statistic, squared, positions, slopes = saved
+    dx = torch.empty_like(x)
+    masked = grad
+    if output is not None:
+        # The masked gradient goes where dx will be, unless the residual's gradient, which it is, must outlive it.
+        masked = torch.empty_like(x) if needed[3] else dx
+    mu, one = _per_channel(mean, x), torch.ones_like(mean)
+    sum_g, sum_gc, sum_u = torch.zeros_like(mean), torch.zeros_like(mean), torch.zeros_like(mean)
+    dense = kind in ("l1", "l2", "lp")
+    for rows in _chunks(x):
+        if output is not None:
+            torch.ops.aten.threshold_backward.grad_input(grad[rows], output[rows], 0, grad_input=masked[rows])
+        g, c = masked[rows].to(mean.dtype), x[rows].to(mean.dtype)
+        _, gc, gs = torch.ops.aten.native_batch_norm_backward(  # for its two fused sums, Σ g·(x−μ)·1 and Σ g
+            g, c, one, None, None, mean, one, True, eps, [False, True, True]
+        )
+        sum_gc += gc
+        sum_g += gs
+        if dense and needed[0]:
+            sum_u += _direction(c, mu, statistic, kind, p).sum([d for d in range(x.dim()) if d != 1])
+
+    n = x.numel() // x.shape[1]
+    D = (squared + eps).sqrt()
+    sum_gx = sum_gc / D
+    a = 1 / D if weight is None else weight.to(mean.dtype) / D
+    r = sum_gx * (C * C) / D  # times T·u
+    if kind != "l2":
+        r = r * statistic
+    if slopes is not None:
+        sum_u = slopes.sum(1)
+    elif dense:
+        r = r * ((2 if kind == "l1" else 1) / n)
+    if needed[0]:
+        shift, scale, minus_r = (_per_channel(t, x) for t in ((sum_g - r * sum_u) / n, a, -r))
+        for rows in _chunks(x):
+            g = masked[rows].to(mean.dtype)
+            part = dx[rows] if dx.dtype == mean.dtype else torch.empty_like(g)
+            if dense:
+                u = _direction(x[rows].to(mean.dtype), mu, statistic, kind, p)
+                torch.addcmul(g, u, minus_r, out=part).sub_(shift).mul_(scale)
+            else:
+                torch.sub(g, shift, out=part).mul_(scale)
+            if part.dtype != dx.dtype:
+                dx[rows] = part
+        if positions is not None:
+            at_extremes = (-a * r).unsqueeze(1) * slopes
+            dx.index_put_(_index(x, positions), at_extremes.to(dx.dtype), accumulate=True)
+    return (
+        dx if needed[0] else None,
+        sum_gx.to(weight.dtype) if weight is not None and needed[1] else None,
+        sum_g if needed[2] else None,
+        masked if needed[3] else None,
+    )
+
+
+def _direction(x: Tensor, mu: Tensor, statistic: Tensor, kind: Kind, p: float) -> Tensor:
+    """u of the dense norms, up to a factor per channel and a constant, in a new tensor.
+
+    For L1 it is [x ≥ μ], the sign up to a factor 2 and a constant, that u − mean u removes: one pass, no subtraction.
+    """
+    if kind == "l1":
+        return torch.ge(x, mu, out=torch.empty_like(x))
+    c = x - mu
+    if kind == "l2":
+        return c
+    T = torch.where(statistic == 0, torch.ones_like(statistic), statistic)
+    return torch.copysign((c / _per_channel(T, x)).abs_().pow_(p - 1), c)
