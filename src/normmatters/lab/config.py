@@ -8,16 +8,16 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
 import json
 import math
 import tomllib
-import types
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args
+
+from normmatters.lab.schema import build, suggest
 
 DataName = Literal["digits", "cifar10", "imagefolder", "tiny_imagenet", "text", "numbers"]
 ImageModel = Literal["small_cnn", "vgg11", "resnet8", "resnet20", "resnet56", "resnet110", "resnet18", "resnet50"]
@@ -91,6 +91,7 @@ class OptimConfig:
     ``norm_schedule`` constant lr, the norms follow the reference's or the schedule (F4); ``wd_free`` the exact
     recursion with no decay; ``angular`` fixed norms, the angle a step set by ``angle`` or by lr and weight decay.
     ``last_layer_weight_decay`` (None: as the others) always acts as plain decay on the classifier.
+    ``decay_norms``: biases and the norms' affine parameters decay too.
     ``reference`` names the cell of the same experiment and seed whose recorded norms are used.
     """
 
@@ -101,6 +102,7 @@ class OptimConfig:
     betas: tuple[float, ...] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0
+    decay_norms: bool = False
     last_layer_weight_decay: float | None = None
     schedule: Literal["constant", "step", "cosine", "warmup_sqrt"] = "step"
     milestones: tuple[float, ...] = ()
@@ -128,12 +130,16 @@ class PrecisionConfig:
 
 @dataclass(frozen=True)
 class RuntimeConfig:
-    """How it is run; nothing here but ``compile`` should change a number by more than rounding."""
+    """How it is run; nothing here changes a number by more than rounding.
+
+    A checkpoint is written every ``checkpoint_every`` epochs, if the last one is ``checkpoint_seconds`` old or more.
+    """
 
     device: str = "auto"
     compile: Literal["none", "compile", "cudagraph"] = "none"
     channels_last: bool = True
     checkpoint_every: int = 1
+    checkpoint_seconds: float = 30.0
     keep_checkpoints: int = 2
     eval_every: int = 1
     record: Literal["none", "epoch", "step"] = "epoch"
@@ -193,7 +199,7 @@ def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 def from_dict(table: Mapping[str, Any], origin: str = "config") -> RunConfig:
     """Build and check a run from nested mappings (what ``to_dict`` returns, or parsed TOML/JSON)."""
-    config: RunConfig = _build(RunConfig, table, "", origin)
+    config: RunConfig = build(RunConfig, table, "", origin)
     _check_values(config, origin)
     return config
 
@@ -210,10 +216,10 @@ def apply_overrides(config: RunConfig, overrides: Iterable[str]) -> RunConfig:
         target: Any = table
         for section in sections:
             if not isinstance(target.get(section), dict):
-                raise ValueError(f"override {item!r}: no section {section!r}{_suggest(section, target)}")
+                raise ValueError(f"override {item!r}: no section {section!r}{suggest(section, target)}")
             target = target[section]
         if last not in target:
-            raise ValueError(f"override {item!r}: unknown key {last!r}{_suggest(last, target)}")
+            raise ValueError(f"override {item!r}: unknown key {last!r}{suggest(last, target)}")
         target[last] = _parse_value(text.strip())
         changed = True
     return from_dict(table, "override") if changed else config
@@ -230,73 +236,6 @@ def _parse_value(text: str) -> Any:
         return float(text)  # TOML itself refuses ".5"
     except ValueError:
         return text
-
-
-def _suggest(key: str, known: Iterable[str]) -> str:
-    known = list(known)
-    close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"
-
-
-def _build(cls: type, table: Any, prefix: str, origin: str) -> Any:
-    if not isinstance(table, Mapping):
-        raise ValueError(f"{origin}: [{prefix.rstrip('.')}] must be a table, got {table!r}")
-    hints = get_type_hints(cls)
-    values: dict[str, Any] = {}
-    for key, value in table.items():
-        if key not in hints:
-            raise ValueError(f"{origin}: unknown key {prefix + key!r}{_suggest(key, hints)}")
-        if dataclasses.is_dataclass(hints[key]):
-            values[key] = _build(hints[key], value, f"{prefix}{key}.", origin)  # type: ignore[arg-type]
-        else:
-            values[key] = _convert(value, hints[key], prefix + key, origin)
-    return cls(**values)
-
-
-_NO = object()
-
-
-def _convert(value: Any, hint: Any, key: str, origin: str) -> Any:
-    result = _match(value, hint)
-    if result is _NO:
-        options = [a for a in _flatten(hint) if isinstance(a, str)]
-        expected = f"one of {', '.join(options)}" if options else _describe(hint)
-        near = _suggest(value, options) if options and isinstance(value, str) else ""
-        near = near if "did you mean" in near else ""
-        raise ValueError(f"{origin}: {key} must be {expected}, got {value!r}{near}")
-    return result
-
-
-def _match(value: Any, hint: Any) -> Any:
-    """The value as the hint wants it, or ``_NO``. bool is not an int here, an int is a float, a list is a tuple."""
-    kind = get_origin(hint)
-    if kind in (Union, types.UnionType):
-        for option in get_args(hint):
-            if (found := _match(value, option)) is not _NO:
-                return found
-        return _NO
-    if kind is Literal:
-        return value if value in get_args(hint) else _NO
-    if kind is tuple:
-        if not isinstance(value, list | tuple):
-            return _NO
-        items = tuple(_match(v, get_args(hint)[0]) for v in value)
-        return _NO if any(i is _NO for i in items) else items
-    if hint is type(None):
-        return None if value is None else _NO
-    if hint is float:
-        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else _NO
-    if hint is int:
-        return value if isinstance(value, int) and not isinstance(value, bool) else _NO
-    return value if isinstance(value, hint) else _NO
-
-
-def _flatten(hint: Any) -> list[Any]:
-    return [b for a in get_args(hint) for b in (_flatten(a) if get_origin(a) else [a])]
-
-
-def _describe(hint: Any) -> str:
-    return str(hint).replace("<class '", "").replace("'>", "")
 
 
 def _check_values(config: RunConfig, origin: str) -> None:
@@ -333,8 +272,10 @@ def _check_values(config: RunConfig, origin: str) -> None:
         need(optim.reference is not None, "optim.reference", "the cell whose norms are followed (mode corrected)", None)
     if optim.schedule == "warmup_sqrt":
         need(optim.warmup_steps >= 1, "optim.warmup_steps", "at least 1 with warmup_sqrt", optim.warmup_steps)
-    if optim.mode in ("wd_free",):
+    if optim.mode == "wd_free":
         need(optim.name == "sgd", "optim.name", "sgd with mode wd_free", optim.name)
+    if config.precision.arithmetic is not None:
+        need(model.norm != "native", "model.norm", "one of ours: precision.arithmetic is theirs", model.norm)
     need(model.width > 0, "model.width", "positive", model.width)
     need(model.k >= 1, "model.k", "at least 1", model.k)
     if model.norm == "lp":
@@ -347,6 +288,12 @@ def _check_values(config: RunConfig, origin: str) -> None:
     text = data.name in ("text", "numbers")
     translator = model.name in get_args(TextModel)
     need(text == translator, "model.name", f"a model for {'text' if text else 'images'} ({data.name})", model.name)
+    need(
+        not text or runtime.compile != "cudagraph",
+        "runtime.compile",
+        "none or compile: texts differ in shape",
+        "cudagraph",
+    )
     for key in ("checkpoint_every", "keep_checkpoints", "eval_every", "beam"):
         need(getattr(runtime, key) >= 1, f"runtime.{key}", "at least 1", getattr(runtime, key))
 
@@ -380,7 +327,10 @@ def _toml_value(value: Any) -> str:
 
 
 # Changing these does not make another run: its finished result stays valid.
-_NOT_HASHED = {"label": None, "runtime": {"device", "checkpoint_every", "keep_checkpoints", "tensorboard", "threads"}}
+_NOT_HASHED = {
+    "label": None,
+    "runtime": {"device", "checkpoint_every", "checkpoint_seconds", "keep_checkpoints", "tensorboard", "threads"},
+}
 
 
 def config_hash(config: RunConfig) -> str:

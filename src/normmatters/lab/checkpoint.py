@@ -1,0 +1,87 @@
+"""Checkpoints that survive a kill at any moment: written beside, synced, renamed, each with its checksum."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from normmatters.lab.runlog import RunError, write_atomic
+
+_NAME = re.compile(r"epoch-(\d{6})\.pt")
+
+
+def save(folder: Path, epoch: int, state: dict[str, Any], keep: int = 2) -> Path:
+    """Write the state after ``epoch`` epochs, then remove all but the last ``keep``.
+
+    The checksum is a file of its own, written second: a state without one was cut off and does not count.
+    """
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    data = buffer.getbuffer()
+    path = folder / f"epoch-{epoch:06d}.pt"
+    checksum = path.with_suffix(".sha256")
+    checksum.unlink(missing_ok=True)
+    write_atomic(path, data)  # type: ignore[arg-type]
+    write_atomic(checksum, (hashlib.sha256(data).hexdigest() + "\n").encode())
+    for _, old in epochs(folder)[:-keep]:
+        old.with_suffix(".sha256").unlink(missing_ok=True)
+        old.unlink(missing_ok=True)
+    return path
+
+
+def epochs(folder: Path) -> list[tuple[int, Path]]:
+    """(epoch, file) of every checkpoint, oldest first."""
+    found = [(int(m[1]), p) for p in folder.glob("epoch-*.pt") if (m := _NAME.fullmatch(p.name))]
+    return sorted(found)
+
+
+def load(folder: Path, device: torch.device | str = "cpu") -> tuple[dict[str, Any] | None, list[str]]:
+    """The newest undamaged state (None where there is none), and a line about each damaged one that was passed over."""
+    damaged = []
+    for stray in folder.glob(".*.tmp"):  # of a process that was killed while it wrote
+        stray.unlink(missing_ok=True)
+    for epoch, path in reversed(epochs(folder)):
+        try:
+            data = path.read_bytes()
+            expected = path.with_suffix(".sha256").read_text().strip()
+        except OSError as error:
+            damaged.append(f"checkpoint of epoch {epoch}: {error.strerror} ({error.filename})")
+            continue
+        if hashlib.sha256(data).hexdigest() != expected:
+            damaged.append(f"checkpoint of epoch {epoch}: {path.name} does not have its checksum")
+            continue
+        try:
+            state = torch.load(io.BytesIO(data), map_location=device, weights_only=True)
+        except Exception as error:
+            raise RunError("checkpoint", f"{path} has its checksum but cannot be read: {error}") from error
+        return state, damaged
+    return None, damaged
+
+
+def random_state() -> dict[str, Any]:
+    """Every global random number generator, as tensors and plain values."""
+    version, keys, gauss = random.getstate()
+    name, words, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002
+    return {
+        "python": [version, list(keys), gauss],
+        "numpy": [name, [int(w) for w in words], int(position), int(has_gauss), float(cached)],
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else [],
+    }
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    version, keys, gauss = state["python"]
+    random.setstate((version, tuple(keys), gauss))
+    name, words, *rest = state["numpy"]
+    np.random.set_state((name, np.array(words, dtype=np.uint32), *rest))  # noqa: NPY002
+    torch.set_rng_state(state["torch"].cpu())
+    if state["cuda"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all([s.cpu() for s in state["cuda"]])

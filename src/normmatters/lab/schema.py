@@ -1,0 +1,76 @@
+"""Frozen dataclasses from nested tables: types are checked, an unknown key is an error that names the one meant."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+
+def suggest(key: str, known: Iterable[str]) -> str:
+    known = list(known)
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"
+
+
+def build(cls: type, table: Any, prefix: str, origin: str) -> Any:
+    if not isinstance(table, Mapping):
+        raise ValueError(f"{origin}: [{prefix.rstrip('.')}] must be a table, got {table!r}")
+    hints = get_type_hints(cls)
+    values: dict[str, Any] = {}
+    for key, value in table.items():
+        if key not in hints:
+            raise ValueError(f"{origin}: unknown key {prefix + key!r}{suggest(key, hints)}")
+        if dataclasses.is_dataclass(hints[key]):
+            values[key] = build(hints[key], value, f"{prefix}{key}.", origin)  # type: ignore[arg-type]
+        else:
+            values[key] = _convert(value, hints[key], prefix + key, origin)
+    return cls(**values)
+
+
+_NO = object()
+
+
+def _convert(value: Any, hint: Any, key: str, origin: str) -> Any:
+    result = _match(value, hint)
+    if result is _NO:
+        options = [a for a in _flatten(hint) if isinstance(a, str)]
+        expected = f"one of {', '.join(options)}" if options else _describe(hint)
+        near = suggest(value, options) if options and isinstance(value, str) else ""
+        near = near if "did you mean" in near else ""
+        raise ValueError(f"{origin}: {key} must be {expected}, got {value!r}{near}")
+    return result
+
+
+def _match(value: Any, hint: Any) -> Any:
+    """The value as the hint wants it, or ``_NO``. bool is not an int here, an int is a float, a list is a tuple."""
+    kind = get_origin(hint)
+    if kind in (Union, types.UnionType):
+        for option in get_args(hint):
+            if (found := _match(value, option)) is not _NO:
+                return found
+        return _NO
+    if kind is Literal:
+        return value if value in get_args(hint) else _NO
+    if kind is tuple:
+        if not isinstance(value, list | tuple):
+            return _NO
+        items = tuple(_match(v, get_args(hint)[0]) for v in value)
+        return _NO if any(i is _NO for i in items) else items
+    if hint is type(None):
+        return None if value is None else _NO
+    if hint is float:
+        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else _NO
+    if hint is int:
+        return value if isinstance(value, int) and not isinstance(value, bool) else _NO
+    return value if isinstance(value, hint) else _NO
+
+
+def _flatten(hint: Any) -> list[Any]:
+    return [b for a in get_args(hint) for b in (_flatten(a) if get_origin(a) else [a])]
+
+
+def _describe(hint: Any) -> str:
+    return str(hint).replace("<class '", "").replace("'>", "")
