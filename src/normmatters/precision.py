@@ -297,6 +297,11 @@ def _rounded(value: float, dtype: torch.dtype) -> float:
     return float(torch.tensor(value, dtype=torch.float64).to(dtype))
 
 
+def _divide(x: Tensor, divisor: float) -> Tensor:
+    """x/divisor, rounded once: by a number, CUDA would multiply with the rounded reciprocal."""
+    return x / torch.full((), divisor, dtype=x.dtype, device=x.device)
+
+
 def _split_count(n: int, dtype: torch.dtype) -> tuple[float, int]:
     """n as f·2^m with f in (1/2, 1] rounded to ``dtype``: an fp16 scalar cannot hold n = 1e5, but can hold f."""
     power = (n - 1).bit_length()
@@ -322,7 +327,7 @@ def _tree_mean(x: Tensor, dim: int, accumulate: torch.dtype) -> Tensor:
             left = left + right
         x = _round(left.mul_(0.5), accumulate)
     fraction, _ = _split_count(n, accumulate)
-    return x if fraction == 1 else _round(x / fraction, accumulate)
+    return x if fraction == 1 else _round(_divide(x, fraction), accumulate)
 
 
 @dataclass(frozen=True)
@@ -379,8 +384,8 @@ class _Rule:
         inside, tied = (size > threshold).float(), (size == threshold).float()
         share = _round((self.k - inside.sum(1, keepdim=True)) / tied.sum(1, keepdim=True), dtype)
         inside, tied = inside * sign, tied * sign
-        total = _round((inside.sum(1, keepdim=True) + share * tied.sum(1, keepdim=True)) / self.k, acc)
-        return _round((inside + share * tied) / self.k, dtype), total, False
+        total = _round(_divide(inside.sum(1, keepdim=True) + share * tied.sum(1, keepdim=True), self.k), acc)
+        return _round(_divide(inside + share * tied, self.k), dtype), total, False
 
 
 def _hypotenuse(s: Tensor, root_eps: float, acc: torch.dtype) -> Tensor:
@@ -467,7 +472,7 @@ class _Normalize(torch.autograd.Function):
                     factor = _round(factor * _round(s / D, acc), acc)
                 fraction, power = _split_count(n, acc)
                 if rule.center:
-                    total = _round(total / n, acc) if averaged else total
+                    total = _round(_divide(total, n), acc) if averaged else total
                     shift = _round(means[0] - _round(factor * total, acc), acc)
                 if not averaged:
                     factor = _round(factor * fraction * power, acc)

@@ -256,7 +256,7 @@ class _Rule:
         Elements that tie for an extreme share its gradient, over all ranks; for this each part of an extreme comes
         with the number of its elements.
         """
-        if self.kind in ("l2", "mean"):
+        if self.kind == "l2":  # its slope is x̂ itself, whose mean is 0
             return [], []
         sign = deviation.sign()
         if self.kind == "l1":
@@ -271,8 +271,9 @@ class _Rule:
             ends = [(x == end).to(x.dtype) for end in extremes]
             return ends, [end.sum(0) for end in ends]
         size = deviation.abs()
-        inside, tied = ((size > extremes[0]) * sign, (size == extremes[0]) * sign)
-        return [inside, tied], [inside.sum(0), tied.sum(0), tied.abs().sum(0)]
+        inside, ties = (size > extremes[0]) * sign, (size == extremes[0]).to(size.dtype)
+        tied = ties * sign
+        return [inside, tied], [inside.sum(0), tied.sum(0), ties.sum(0)]
 
     def assemble(
         self, parts: list[Tensor], sums: Tensor, extremes: Tensor | None, count: Tensor
@@ -338,16 +339,15 @@ class _SyncNormalize(torch.autograd.Function):
         own = torch.stack([g.sum(0), (g * x_hat).sum(0)])  # also the gradients of this rank's bias and weight
         dx = None
         if ctx.needs_input_grad[0]:
-            parts, sums = rule.slope(x, deviation, statistic, extremes)
+            # D is None without a scale: mean-only, or nothing on any rank.
+            parts, sums = ([], []) if D is None else rule.slope(x, deviation, statistic, extremes)
             total = rule.reduce(torch.cat([own, *(t[None] for t in sums)]))
             dx = g - total[0] / count
-            if rule.kind == "l2":  # (s/D)·∂s/∂x is C²·x̂/n
-                dx = dx - x_hat * (ctx.C**2 * total[1] / count)
+            if D is not None and rule.kind == "l2":  # (s/D)·∂s/∂x is C²·x̂/n
+                dx = (dx - x_hat * (ctx.C**2 * total[1] / count)) / D
             elif D is not None:
                 e, e_mean = rule.assemble(parts, total[2:], extremes, count)
-                dx = dx - (e - e_mean) * (ctx.C**2 * statistic / D * total[1])
-            if D is not None:
-                dx = dx / D
+                dx = (dx - (e - e_mean) * (ctx.C**2 * statistic / D * total[1])) / D
             dx = _like(dx if weight is None else dx * weight, input)
         return (
             dx,
