@@ -43,10 +43,10 @@ def batch_norm(
     act: str | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """:func:`~normmatters.functional.lp_batch_norm` through the hand-derived backward pass where there is one to derive.
+    """:func:`~normmatters.functional.lp_batch_norm`, in training with the hand-derived backward pass.
 
-    The plain equation serves evaluation and the empty batch, the compiler (which fuses it by itself) and the transforms
-    that need more than one derivative's graph: ``torch.func`` and forward-mode differentiation.
+    The plain equation serves evaluation and the empty batch, the compiler, which fuses it by itself, and what an
+    ``autograd.Function`` does not support: ``torch.func`` and forward-mode differentiation.
     """
     if not training or input.numel() == 0 or _traced():
         return lp_batch_norm(
@@ -152,12 +152,12 @@ class _BatchNormTrain(torch.autograd.Function):
             statistic, positions, slopes = _extremes(input, mean, kind, k)
         squared = (C * statistic).square()
         if kind == "mean":
-            C = eps = 0.0  # no scale: D = 1, and no gradient flows through it
+            eps = 0.0  # no scale: D = 1
 
         output = _normalize(input, mean, squared, weight, bias, residual, eps, act)
-        ctx.save_for_backward(
-            input, output if act == "relu" else None, weight, mean, statistic, squared, positions, slopes
-        )
+        x = None if kind == "mean" else input  # a shift is linear: its gradient needs no input
+        y = output if act == "relu" else None
+        ctx.save_for_backward(x, y, weight, mean, statistic, squared, positions, slopes)
         ctx.settings = (eps, kind, p, C)
         ctx.mark_non_differentiable(mean, squared)
         ctx.set_materialize_grads(False)
@@ -169,9 +169,10 @@ class _BatchNormTrain(torch.autograd.Function):
             return (None,) * 10
         input, _, weight, *_ = ctx.saved_tensors
         with torch.no_grad():
-            grads = _backward(grad, ctx.saved_tensors, ctx.needs_input_grad, *ctx.settings)
+            found = _backward(grad, ctx.saved_tensors, ctx.needs_input_grad, *ctx.settings)
+        grads = [g if needed else None for g, needed in zip(found, ctx.needs_input_grad)]
         if torch.is_grad_enabled():  # create_graph=True: the gradients may be used, not differentiated
-            grads = tuple(g if g is None else _DifferentiatedTwice.apply(g, input, weight) for g in grads)
+            grads = [g if g is None else _DifferentiatedTwice.apply(g, grad, input, weight) for g in grads]
         return (*grads, None, None, None, None, None, None)
 
 
@@ -285,8 +286,13 @@ def _backward(
     p: float,
     C: float,
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of input, weight, bias and residual, as far as they are needed."""
+    """Gradients of input, weight, bias and residual; autograd casts them to their dtypes."""
     x, output, weight, mean, statistic, squared, positions, slopes = saved
+    if kind == "mean":
+        masked = grad if output is None else torch.ops.aten.threshold_backward(grad, output, 0)
+        sum_g = masked.sum([d for d in range(grad.dim()) if d != 1], dtype=mean.dtype)
+        dx = (masked - _per_channel(sum_g * (grad.shape[1] / grad.numel()), grad)).to(grad.dtype)
+        return dx, None, sum_g, masked
     dx = torch.empty_like(x)
     masked = grad
     if output is not None:
@@ -334,10 +340,10 @@ def _backward(
             at_extremes = (-a * r).unsqueeze(1) * slopes
             dx.index_put_(_index(x, positions), at_extremes.to(dx.dtype), accumulate=True)
     return (
-        dx if needed[0] else None,
-        sum_gx.to(weight.dtype) if weight is not None and needed[1] else None,
-        sum_g if needed[2] else None,
-        masked if needed[3] else None,
+        dx,
+        None if weight is None else sum_gx,
+        sum_g,
+        masked,
     )
 
 
