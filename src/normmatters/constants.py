@@ -48,7 +48,7 @@ def gaussian_scale(p: NormOrder, n: SupportsIndex, k: SupportsIndex | None = Non
 
     Example:
         >>> round(gaussian_scale(1, 128), 4), round(gaussian_scale(math.inf, 128), 4)
-        (1.2533, 0.355)
+        (1.2533, 0.3537)
     """
     p, n, k = _checked(p, n, k)
     if method not in get_args(ConstantMethod):

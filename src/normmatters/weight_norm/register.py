@@ -89,8 +89,8 @@ def remove_weight_norm(module: M) -> M:
 
     Example:
         >>> layer = remove_weight_norm(bounded_weight_norm(nn.Linear(2, 3)))
-        >>> type(layer.weight).__name__, list(layer.state_dict())
-        ('Parameter', ['weight', 'bias'])
+        >>> type(layer).__name__, type(layer.weight).__name__, sorted(layer.state_dict())
+        ('Linear', 'Parameter', ['bias', 'weight'])
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"expected a module, got {type(module).__name__}")
