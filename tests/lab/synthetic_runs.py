@@ -49,10 +49,12 @@ def write_run(
             row |= {"train_loss": math.nan, "val_loss": math.nan, "val_acc": 0.1}
         rows.append(row)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    if error is not None:
+    if diverge:
+        (folder / "error.json").write_text(json.dumps({"kind": "nan", "message": "loss is nan"}))
+    elif error is not None:
         (folder / "error.json").write_text(json.dumps({"type": "RuntimeError", "message": error}))
     elif finished:
-        summary = {"epochs": epochs, "val_examples": 1000, "seconds": seconds * epochs, "diverged": diverge}
+        summary = {"epochs": epochs, "val_examples": 1000, "seconds": seconds * epochs}
         summary |= {"peak_memory": memory} if memory is not None else {}
         summary |= {"bleu": bleu} if text else {}
         (folder / "summary.json").write_text(json.dumps(summary))

@@ -89,8 +89,7 @@ class Run:
     def diverged(self) -> bool:
         """Ended because the loss was no longer a number: a result, not a failure of the run."""
         losses = [row[key] for row in self.metrics for key in ("train_loss", "val_loss") if row.get(key) is not None]
-        told = {**(self.summary or {}), **(self.error or {})}
-        return any(not math.isfinite(x) for x in losses) or told.get("kind") == "diverged" or bool(told.get("diverged"))
+        return any(not math.isfinite(x) for x in losses) or (self.error or {}).get("kind") == "nan"
 
     def last(self, metric: Metric) -> float | None:
         if metric.key == "bleu" and self.summary is not None and (best := metric.of(self.summary)) is not None:

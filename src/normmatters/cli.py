@@ -1,0 +1,351 @@
+"""The command ``normmatters``. Imports wait until a command needs them, so that ``--help`` is quick."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+try:
+    import typer
+    from rich.console import Console
+except ImportError:  # the library itself needs neither
+    sys.exit('The command needs a few more packages: pip install "normmatters[lab]"')
+
+if TYPE_CHECKING:
+    from normmatters.lab.report import Report
+    from normmatters.lab.reproduce import Job
+
+__all__ = ["app", "main"]
+
+_HELP = """Norm-aware training, and every figure and table of "Norm matters" by one command.
+
+[bold]Start here[/]
+
+  normmatters reproduce all       [dim]the whole paper on embedded data, in minutes[/]
+  normmatters reproduce fig1 --preset cifar      [dim]Fig. 1 as it was, on CIFAR-10[/]
+  normmatters train my.toml --set model.norm=l1  [dim]a run of your own[/]
+  normmatters explain --lr 0.1 --wd 5e-4         [dim]what the two do together[/]
+  normmatters bench layers --smoke               [dim]is L1 batch norm faster here?[/]
+"""
+
+app = typer.Typer(
+    help=_HELP,
+    rich_markup_mode="rich",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+data_app = typer.Typer(help="Get data ready.", no_args_is_help=True)
+app.add_typer(data_app, name="data")
+
+DataDir = Annotated[
+    Path | None,
+    typer.Option("--data-dir", envvar="NORMMATTERS_DATA", help="Where data sets lie.", show_default="./data"),
+]
+Sets = Annotated[
+    list[str] | None,
+    typer.Option("--set", "-s", metavar="KEY=VALUE", help="Change a setting, such as optim.lr=0.05. May be repeated."),
+]
+_DEFAULT_SEEDS = {"quick": 3, "cifar": 3, "full": 1}
+
+
+def main() -> None:
+    """Run the command line: an error of the user's is one red line and exit code 2, anything else a traceback."""
+    # Taken out here, so that it may stand anywhere on the line.
+    debug = "--debug" in sys.argv or bool(os.environ.get("NORMMATTERS_DEBUG"))
+    sys.argv = [word for word in sys.argv if word != "--debug"]
+    try:
+        app()
+    except Exception as error:
+        # RunError is what a run raises that cannot go on: a full disk, a busy folder.
+        expected = isinstance(error, ValueError | OSError | ImportError) or type(error).__name__ == "RunError"
+        if debug or not expected:
+            raise
+        _fail(str(error) or type(error).__name__)
+
+
+def _fail(message: str) -> NoReturn:
+    text = " ".join(message.split())
+    Console(stderr=True, soft_wrap=True).print(f"[bold red]Error:[/] [red]{_plain(text)}[/]", highlight=False)
+    sys.exit(2)
+
+
+def _plain(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)
+
+
+@app.callback()
+def _options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
+) -> None:
+    """``--debug`` is read in ``main``; it is here for the help."""
+
+
+@app.command(rich_help_panel="The paper")
+def reproduce(
+    names: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="NAME...", help="fig1 fig2 fig3 fig4 supp1 supp2 table1 table2 lp_weight_norm speed, or all."
+        ),
+    ],
+    preset: Annotated[
+        str,
+        typer.Option(
+            help="[bold]quick[/]: embedded data. [bold]cifar[/]: CIFAR-10, Tiny-ImageNet, Multi30k. "
+            "[bold]full[/]: ImageNet, WMT14."
+        ),
+    ] = "quick",
+    data: Annotated[str | None, typer.Option(help="Another data set than the preset's, such as cifar10.")] = None,
+    data_dir: DataDir = None,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, help="Runs of each cell.", show_default="quick 3, cifar 3, full 1")
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Runs side by side.", show_default="cores; 1 on a GPU")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")] = "auto",
+    out: Annotated[Path, typer.Option(help="Where run folders and the report go; the preset's name is added.")] = Path(
+        "runs"
+    ),
+    sets: Sets = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would run, and stop.")] = False,
+) -> None:
+    """Redraw the paper's figures and tables from runs of your own.
+
+    Finished runs are not run again and stopped ones go on: the same command is always the right one.
+
+    [bold]Examples[/]
+
+      normmatters reproduce all --preset quick --jobs 2
+      normmatters reproduce fig1 table2 --preset cifar --data-dir ~/data --jobs 4
+      normmatters reproduce fig1 --seeds 5 --set optim.epochs=4 --out /tmp/try
+    """
+    from normmatters.lab.experiments import experiment_names
+    from normmatters.lab.reproduce import Runner, check_memory, plan
+
+    chosen = list(dict.fromkeys(experiment_names() if "all" in names else names))
+    out = out / preset
+    seeds = seeds or _DEFAULT_SEEDS.get(preset, 1)
+    plan_jobs = plan(chosen, preset, out, seeds=seeds, overrides=sets or (), data=data)
+    waiting = [job for job in plan_jobs if job.state == "waiting"]
+    console = Console()
+    console.print(_overview(plan_jobs, out), highlight=False)
+    if dry_run:
+        for job in waiting:
+            console.print(f"  {job.id} [dim]seed {job.seed}, {job.epochs} epochs", highlight=False)
+        return
+    kind = _device(device)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    workers = min(jobs or (1 if kind.startswith("cuda") else cores), max(len(waiting), 1))
+    check_memory([job.config for job in waiting], workers, kind)
+    _place(waiting, kind, max(1, cores // workers))
+    failed = []
+    if waiting:
+        from normmatters.lab.progress import RunsView
+
+        try:
+            with RunsView(console, plan_jobs) as view:
+                failed = Runner(plan_jobs, workers=workers, data_dir=data_dir).run(view)
+        except KeyboardInterrupt:
+            _stopped()
+    from normmatters.lab.report import write_report
+
+    folders = [job.folder for job in plan_jobs if (job.folder / "config.json").exists()]
+    if folders:
+        command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+        _tell(console, write_report(folders, out / "report", command=command))
+    if failed:
+        console.print(f"[bold red]{len(failed)} of {len(plan_jobs)} runs did not finish:[/]", highlight=False)
+        for job in failed:
+            console.print(f"  [red]✗[/] {job.id} seed {job.seed}: {_plain(job.reason)}", highlight=False)
+        raise typer.Exit(1)
+
+
+def _stopped() -> NoReturn:
+    Console(stderr=True).print("Stopped. The same command goes on from here.")
+    raise typer.Exit(130)
+
+
+def _overview(jobs: list[Job], out: Path) -> str:
+    done = sum(job.state == "done" for job in jobs)
+    cells = len({job.id for job in jobs})
+    finished = f", {done} of them finished" if done else ""
+    return f"[bold]{len(jobs)} runs[/] of {cells} cells in {_plain(str(out))}{finished}"
+
+
+def _device(name: str) -> str:
+    """``auto`` is the first GPU where there is one. An unusable name is an error before anything starts."""
+    if name == "cpu":
+        return name
+    import torch
+
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        kind = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"--device {name!r}: expected auto, cpu, cuda or cuda:N") from None
+    if kind.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device {name}: torch finds no GPU here")
+    if kind.type == "cuda" and (kind.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"--device {name}: there are {torch.cuda.device_count()} GPUs")
+    return name
+
+
+def _place(jobs: list[Job], device: str, threads: int) -> None:
+    """Put the runs on the device, the cores shared out among them; neither changes what a run is."""
+    from normmatters.lab.config import apply_overrides
+
+    for job in jobs:
+        own = job.config.runtime.threads or threads
+        job.config = apply_overrides(job.config, [f"runtime.device={device}", f"runtime.threads={own}"])
+
+
+def _tell(console: Console, report: Report) -> None:
+    """The verdicts as a table, then where the page is."""
+    from rich.table import Table
+
+    colors = {"holds": "green", "fails": "red", "open": "dim"}
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for column in ("", "Claim", "Measured"):
+        table.add_column(column)
+    for v in report.verdicts:
+        mark = f"[{colors[v.verdict]}]{v.mark}[/]"
+        table.add_row(mark, f"{_plain(v.claim.text)} [dim]{v.claim.check}[/]", _plain(v.measured))
+    if report.verdicts:
+        console.print(table, highlight=False)
+        count = {kind: sum(v.verdict == kind for v in report.verdicts) for kind in colors}
+        console.print(
+            f"\n[green]{count['holds']} claims hold[/], [red]{count['fails']} do not[/], "
+            f"{count['open']} cannot be told from these runs.",
+            highlight=False,
+        )
+    console.print(f"[bold]Report:[/] {_plain(str(report.html.resolve()))}", highlight=False, soft_wrap=True)
+
+
+@app.command(rich_help_panel="Your own runs")
+def train(
+    config: Annotated[Path, typer.Argument(help="A TOML file: a run of your own, or a cell under experiments/.")],
+    sets: Sets = None,
+    preset: Annotated[str, typer.Option(help="Which preset of a cell file.")] = "full",
+    seed: Annotated[int | None, typer.Option(help="Random seed; the file's own unless given.")] = None,
+    data_dir: DataDir = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")] = "auto",
+    out: Annotated[
+        Path | None, typer.Option(help="The run's folder.", show_default="runs/EXPERIMENT/CELL/seedN")
+    ] = None,
+) -> None:
+    """Train one run from a TOML file. A stopped run goes on where it was.
+
+    [bold]Examples[/]
+
+      normmatters train experiments/fig1/wd_on.toml --preset quick
+      normmatters train my.toml --set model.norm=l1 --set optim.lr=0.05
+      torchrun --nproc-per-node 4 -m normmatters train my.toml
+    """
+    from normmatters.lab.config import apply_overrides
+    from normmatters.lab.experiments import load_file
+    from normmatters.lab.reproduce import run_folder
+    from normmatters.lab.train_view import train_with_progress
+
+    cell = load_file(config)
+    table_seed = int(cell.table.get("seed", 0))
+    run = cell.config(preset, table_seed if seed is None else seed, sets or ())
+    run = apply_overrides(run, [f"runtime.device={_device(device)}"])
+    try:
+        train_with_progress(run, out or run_folder(Path("runs"), run), data_dir)
+    except KeyboardInterrupt:
+        _stopped()
+
+
+@app.command(rich_help_panel="The paper")
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUNS...", help="Folders with runs below them.")],
+    out: Annotated[Path, typer.Option(help="Where the page, the Markdown and the figures go.")] = Path("report"),
+) -> None:
+    """Turn run folders into one HTML page, Markdown, and figures as SVG and PNG.
+
+    [bold]Examples[/]
+
+      normmatters report runs/quick --out report
+      normmatters report runs/cifar/fig1 runs/cifar/table2 --out docs/results
+    """
+    from normmatters.lab.report import write_report
+
+    _tell(Console(), write_report(runs, out))
+
+
+@app.command(rich_help_panel="The library")
+def bench(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[NAME]...", help="layers resnet50 layernorm weightnorm optim; all when none is named."),
+    ] = None,
+    smoke: Annotated[bool, typer.Option("--smoke", help="Small shapes, a few seconds, any machine.")] = False,
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda or cuda:1.", show_default="a GPU where there is one")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the numbers here as well.")] = None,
+) -> None:
+    """Time the library against its peers. A kernel whose check fails gets no number.
+
+    [bold]Examples[/]
+
+      normmatters bench layers --smoke
+      normmatters bench resnet50 --device cuda --out results/resnet50
+    """
+    from normmatters import bench as package
+
+    raise typer.Exit(package.run(list(names or []), smoke=smoke, device=device, out=out))
+
+
+@app.command(rich_help_panel="The library")
+def explain(
+    lr: Annotated[float, typer.Option(help="Learning rate.")] = 0.1,
+    wd: Annotated[float, typer.Option("--wd", "--weight-decay", help="Weight decay.")] = 5e-4,
+    momentum: Annotated[float, typer.Option(help="Momentum.")] = 0.9,
+) -> None:
+    """What a learning rate, a weight decay and a momentum amount to for weights behind a norm.
+
+    [bold]Examples[/]
+
+      normmatters explain --lr 0.1 --wd 5e-4 --momentum 0.9
+    """
+    from normmatters.optim import recipe
+
+    Console().print(recipe.render(recipe.explain(lr, wd, momentum)), highlight=False, markup=False, soft_wrap=True)
+
+
+@data_app.command("prepare")
+def data_prepare(
+    name: Annotated[str, typer.Argument(help="cifar10, tiny_imagenet, imagefolder, text, digits or numbers.")],
+    data_dir: DataDir = None,
+) -> None:
+    """Find a data set, check it, download it where that is possible, and say what there is.
+
+    [bold]Examples[/]
+
+      normmatters data prepare cifar10 --data-dir ~/data
+      normmatters data prepare digits
+    """
+    from typing import get_args
+
+    from normmatters.lab.config import DataConfig, DataName
+    from normmatters.lab.data import ImageData, data_root, load_data
+    from normmatters.lab.experiments import suggest
+
+    if name not in get_args(DataName):
+        raise ValueError(f"no data set {name!r}{suggest(name, get_args(DataName))}")
+    found = load_data(DataConfig(name=name), data_dir)  # type: ignore[arg-type]
+    console = Console()
+    embedded = name in ("digits", "numbers")
+    where = "embedded, nothing to prepare" if embedded else f"ready in {_plain(str(data_root(data_dir)))}"
+    console.print(f"[green]✓[/] {name}: {where}", highlight=False)
+    if isinstance(found, ImageData):
+        console.print(f"  {found.classes} classes, {found.channels}×{found.size}×{found.size}", highlight=False)

@@ -1,0 +1,118 @@
+"""Every figure and table of the paper is there as files, each file loads at each preset, and mistakes are told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from normmatters.lab import experiments
+from normmatters.lab.data.numerals import LIMIT, english, german, splits
+from normmatters.lab.experiments import PRESETS, load_cell, load_cells, load_file
+from normmatters.lab.paper import CLAIMS, EXPERIMENTS
+
+
+def test_every_cell_loads_at_every_preset() -> None:
+    cells = load_cells()
+    assert len({c.id for c in cells}) == len(cells) >= 50
+    for cell in cells:
+        for preset in PRESETS:
+            config = cell.config(preset, seed=3)
+            assert config.seed == 3
+            assert f"{config.experiment}/{config.cell}" == cell.source
+            if preset == "quick":
+                assert config.data.name in ("digits", "numbers")
+
+
+def test_the_paper_is_covered() -> None:
+    assert {claim.check for claim in CLAIMS} == {f"E{i}" for i in range(1, 13)}
+    assert [e.name for e in EXPERIMENTS] == experiments.experiment_names()
+    ids = {cell.id for cell in load_cells()}
+    for e in EXPERIMENTS:
+        used = {*e.rows, *(name for panel in e.panels for name in panel.cells)}
+        assert {f"{e.name}/{name}" for name in used} == {id for id in ids if id.startswith(f"{e.name}/")}
+    for claim in CLAIMS:
+        assert {claim.a, claim.b, *([claim.c] if claim.c else [])} <= ids
+
+
+def test_the_body_is_the_papers_regime() -> None:
+    fig1 = load_cell("fig1/wd_on").config("full")
+    assert (fig1.data.name, fig1.model.name, fig1.data.batch_size) == ("cifar10", "vgg11", 128)
+    assert (fig1.optim.lr, fig1.optim.weight_decay, fig1.optim.milestones, fig1.optim.epochs) == (0.1, 5e-4, (20, 40, 60), 80)
+    assert fig1.optim.last_layer_weight_decay == 5e-4
+    bwn = load_cell("fig4/bwn").config("full")
+    assert (bwn.optim.lr, bwn.optim.weight_decay, bwn.model.weight_norm) == (0.2, 0.0, "bwn")
+    transformer = load_cell("table1/transformer_ln").config("full").optim
+    assert (transformer.betas, transformer.warmup_steps, transformer.label_smoothing) == ((0.9, 0.98), 4000, 0.1)
+    half = load_cell("fig3/l2_fp16_acc32").config("cifar").precision
+    assert (half.arithmetic, half.accumulate) == ("fp16", "fp32")
+
+
+def test_cells_of_one_figure_differ_only_where_they_should() -> None:
+    on, off = (load_cell(f"fig1/{n}").config("quick") for n in ("wd_on", "wd_off"))
+    assert (on.data, on.model, on.precision) == (off.data, off.model, off.precision)
+    assert on.optim.mode != off.optim.mode
+    assert on.optim.weight_decay == off.optim.weight_decay  # the mode decides where it acts
+
+
+def test_a_number_printed_twice_is_one_run() -> None:
+    again, first = load_cell("table2/resnet56_l2"), load_cell("table1/resnet56_bn")
+    assert again.source == first.id
+    assert again.config("cifar", 1) == first.config("cifar", 1)
+    assert again.paper.value == first.paper.value == 93.03
+    for cell in load_cells():
+        assert load_cell(cell.source).same_as is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[optim]\nmomentun = 0.9", "did you mean 'momentum'"),
+        ("[preset.quikc.optim]\nlr = 1.0", "did you mean 'quick'"),
+        ("[preset.quick.model]\nnrom = 'l1'", "did you mean 'norm'"),
+        ("[paper]\nvalu = 3", "did you mean 'value'"),
+        ("[paper]\nmetric = 'acuracy'", "did you mean 'accuracy'"),
+        ("optim = 3", "must be a table"),
+        ("[optim", "not valid TOML"),
+    ],
+)
+def test_mistakes_in_a_file_are_told(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "cell.toml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        load_file(path)
+
+
+def test_unknown_names_are_told() -> None:
+    with pytest.raises(ValueError, match="did you mean 'fig1'"):
+        load_cells(["figg1"])
+    with pytest.raises(ValueError, match="did you mean 'wd_on'"):
+        load_cell("fig1/wdon")
+    with pytest.raises(ValueError, match="did you mean 'cifar'"):
+        load_cell("fig1/wd_on").config("cifra")
+
+
+def test_numerals_are_both_languages_own() -> None:
+    known = {
+        0: ("zero", "null"),
+        1: ("one", "eins"),
+        17: ("seventeen", "siebzehn"),
+        21: ("twenty-one", "einundzwanzig"),
+        101: ("one hundred one", "einhunderteins"),
+        2041: ("two thousand forty-one", "zweitausendeinundvierzig"),
+        9999: ("nine thousand nine hundred ninety-nine", "neuntausendneunhundertneunundneunzig"),
+    }
+    for number, words in known.items():
+        assert (english(number), german(number)) == words
+    for words in (english, german):
+        assert len({words(n) for n in range(LIMIT)}) == LIMIT
+
+
+def test_numeral_splits_are_disjoint_and_fixed() -> None:
+    parts = splits(100, 20, 30)
+    assert [len(parts[k][0]) for k in ("train", "val", "test")] == [100, 20, 30]
+    assert len({line for source, _ in parts.values() for line in source}) == 150
+    assert parts == splits(100, 20, 30)
+    assert parts != splits(100, 20, 30, seed=1)
+    with pytest.raises(ValueError, match="at most 10000"):
+        splits(LIMIT, 1, 1)

@@ -1,0 +1,280 @@
+"""The report on run folders whose numbers the test knows: what is shown, how claims are judged, how a browser sees it."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from synthetic_runs import write_all, write_run
+
+from normmatters.lab.paper import CLAIMS, Claim
+from normmatters.lab.report import collect, judge_all, write_report
+from normmatters.lab.report.collect import differences
+from normmatters.lab.report.figures import Chart, Series, svg
+from normmatters.lab.report.judge import judge
+
+EQUAL = Claim("E2", "equal", "equal", "fig2/resnet18_l1", "fig2/resnet18_l2", 0.3)
+BETTER = Claim("E2", "better", "better", "fig2/resnet18_l1", "fig2/resnet18_l2")
+
+
+def _pair(root: Path, a: float, b: float, seeds: int = 1, spread: float = 0.0) -> Path:
+    for seed in range(seeds):
+        off = spread * (seed - (seeds - 1) / 2)
+        write_run(root, "fig2/resnet18_l1", seed=seed, final=a + off)
+        write_run(root, "fig2/resnet18_l2", seed=seed, final=b + off)
+    return root
+
+
+def test_mean_and_deviation_over_seeds(tmp_path: Path) -> None:
+    for seed, final in enumerate((0.90, 0.91, 0.95)):
+        write_run(tmp_path, "fig1/wd_on", seed=seed, final=final)
+    result = collect([tmp_path]).results["fig1/wd_on"]
+    number = result.final("accuracy")
+    assert number is not None
+    assert number.mean == pytest.approx(92.0)
+    assert number.sd == pytest.approx(math.sqrt((4 + 1 + 9) / 2))
+    assert number.se == pytest.approx(number.sd / math.sqrt(3))
+    assert number.text(2, "%") == "92.00 ± 2.65 %"
+    last = result.curve("error")[-1]
+    assert last == pytest.approx((6, 8.0, 5.0, 10.0))
+
+
+def test_one_seed_has_the_noise_of_its_validation_set(tmp_path: Path) -> None:
+    write_run(tmp_path, "fig1/wd_on", final=0.9)
+    number = collect([tmp_path]).results["fig1/wd_on"].final("accuracy")
+    assert number is not None
+    assert number.sd is None
+    assert number.se == pytest.approx(100 * math.sqrt(0.9 * 0.1 / 1000))
+
+
+@pytest.mark.parametrize(
+    ("claim", "a", "b", "verdict"),
+    [
+        (EQUAL, 0.902, 0.900, "holds"),
+        (EQUAL, 0.903, 0.900, "holds"),  # the margin itself
+        (EQUAL, 0.920, 0.900, "open"),  # beyond the margin, within the noise of 1000 images (2.6 points)
+        (EQUAL, 0.950, 0.900, "fails"),
+        (BETTER, 0.950, 0.900, "holds"),
+        (BETTER, 0.910, 0.900, "open"),
+        (BETTER, 0.850, 0.900, "fails"),
+    ],
+)
+def test_verdicts_from_one_seed(tmp_path: Path, claim: Claim, a: float, b: float, verdict: str) -> None:
+    found = judge(claim, collect([_pair(tmp_path, a, b)]))
+    assert found.verdict == verdict
+    assert f"{100 * a:.2f} − {100 * b:.2f}" in found.measured
+
+
+def test_more_seeds_tell_more(tmp_path: Path) -> None:
+    runs = collect([_pair(tmp_path, 0.92, 0.90, seeds=4, spread=0.001)])
+    assert judge(EQUAL, runs).verdict == "fails"
+    assert judge(BETTER, runs).verdict == "holds"
+
+
+def test_divergence_is_a_result(tmp_path: Path) -> None:
+    write_run(tmp_path, "fig2/resnet18_l2", final=0.9)
+    write_run(tmp_path, "fig3/l2_fp16", diverge=True)
+    write_run(tmp_path, "fig3/l2_fp16_acc32", final=0.89)
+    runs = collect([tmp_path])
+    verdicts = {v.claim.a: v for v in judge_all(runs) if v.claim.rule == "diverges"}
+    assert verdicts["fig3/l2_fp16"].verdict == "holds"
+    assert verdicts["fig3/l2_fp16_acc32"].verdict == "fails"
+    assert "+1.00 points" in verdicts["fig3/l2_fp16_acc32"].measured
+    assert not runs.unfinished
+    page = write_report([tmp_path], tmp_path / "out", images=False).html.read_text()
+    assert "<b>diverged</b>" in page
+
+
+def test_following_is_judged_over_the_whole_course(tmp_path: Path) -> None:
+    write_run(tmp_path, "fig1/wd_on", final=0.9, speed=2)
+    write_run(tmp_path, "fig1/wd_off", final=0.9, speed=1)
+    write_run(tmp_path, "fig1/corrected", final=0.9, speed=1.9)
+    write_run(tmp_path, "fig1/norm_schedule", final=0.9, speed=1.05)
+    verdicts = {v.claim.a: v.verdict for v in judge_all(collect([tmp_path])) if v.claim.rule == "follows"}
+    assert verdicts == {"fig1/corrected": "holds", "fig1/norm_schedule": "fails", "fig1/wd_free": "open"}
+
+
+def test_reaching_an_error_sooner(tmp_path: Path) -> None:
+    write_run(tmp_path, "supp1/resnet56_with_c", final=0.95, speed=4, epochs=20)
+    write_run(tmp_path, "supp1/resnet56_without_c", final=0.95, speed=1, epochs=20)
+    claim = next(c for c in CLAIMS if c.rule == "sooner")
+    found = judge(claim, collect([tmp_path]))
+    first, second = map(int, re.findall(r"\d+", found.measured))
+    assert found.verdict == "holds"
+    assert second >= 2 * first
+
+
+def test_cost_is_judged_on_a_gpu_only(tmp_path: Path) -> None:
+    for device in ("cpu", "cuda"):
+        root = tmp_path / device
+        write_run(root, "fig2/resnet50_l1", device=device, seconds=1.0, memory=2.0**30)
+        write_run(root, "fig2/resnet50_l2", device=device, seconds=1.5, memory=2.0**31)
+    claims = [c for c in CLAIMS if c.rule == "cheaper"]
+    assert len(claims) == 2
+    for claim in claims:
+        assert judge(claim, collect([tmp_path / "cpu"])).verdict == "open"
+        assert judge(claim, collect([tmp_path / "cuda"])).verdict == "holds"
+
+
+def test_what_differs_from_the_paper_is_said(tmp_path: Path) -> None:
+    write_run(tmp_path / "quick", "fig1/wd_on")
+    write_run(tmp_path / "cifar", "fig1/wd_on", preset="cifar")
+    quick = differences(collect([tmp_path / "quick"]).results.values())
+    assert ("data", "scikit-learn digits (8×8 grey images)", "CIFAR-10") in quick
+    assert {what for what, _, _ in quick} >= {"data", "network", "epochs"}
+    assert differences(collect([tmp_path / "cifar"]).results.values()) == []
+    page = write_report([tmp_path / "cifar"], tmp_path / "a", images=False).html.read_text()
+    assert "The paper’s own setting" in page
+    page = write_report([tmp_path / "quick"], tmp_path / "b", images=False).html.read_text()
+    assert "scikit-learn digits (8×8 grey images) instead of CIFAR-10" in page
+
+
+class _Links(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.targets: set[str] = set()
+        self.ids: list[str] = []
+        self.outside: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        for key, value in attrs:
+            if key == "id" and value:
+                self.ids.append(value)
+            if key in ("href", "src") and value:
+                if value.startswith("#"):
+                    self.targets.add(value[1:])
+                elif not value.startswith("data:"):
+                    self.outside.append(value)
+
+
+def test_the_page_stands_alone_and_says_the_numbers(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    write_all(runs)
+    write_run(runs, "fig1/wd_on", seed=7, error="no space left: <disk>")
+    report = write_report([runs], tmp_path / "out", command="normmatters reproduce all")
+    page = report.html.read_text()
+    links = _Links()
+    links.feed(page)
+    assert links.outside == []
+    assert links.targets <= set(links.ids)
+    assert len(links.ids) == len(set(links.ids))
+    for number in ("90.5 %", "75.3 %", "21.2 BLEU", "5.1 perplexity", "26.5 BLEU", "67 %"):  # the paper's
+        assert number in page, number
+    ours = report.collection.results["table1/resnet56_bn"].final("accuracy")
+    assert ours is not None
+    assert f"{ours.mean:.2f} ± {ours.sd:.2f} %" in page
+    for verdict in report.verdicts:
+        assert verdict.claim.rule_text.replace("'", "&#x27;") in page
+    assert "no space left: &lt;disk&gt;" in page
+    assert "normmatters reproduce all" in page
+    text = report.markdown.read_text()
+    assert f"{ours.mean:.2f} ± {ours.sd:.2f} %" in text
+    assert text.count("## ") == 11  # ten experiments and what did not finish
+    names = {p.name for p in report.figures}
+    assert {"fig1-0.svg", "fig1-0.png", "supp2-0.svg"} <= names
+    for path in report.figures:
+        assert path.stat().st_size > 1000
+        assert f"figures/{path.with_suffix('.svg').name}" in text
+
+
+def test_runs_of_your_own_get_a_section(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, "fig1/wd_on", final=0.97)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"experiment": "mine", "cell": "try", "label": "My <try>"}
+    (folder / "config.json").write_text(json.dumps(config))
+    report = write_report([tmp_path], tmp_path / "out", images=False)
+    page = report.html.read_text()
+    assert 'id="mine"' in page
+    assert "My &lt;try&gt;" in page
+    assert "97.00 %" in page
+    assert report.verdicts == ()
+
+
+def test_bad_folders_are_told(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no such folder"):
+        collect([tmp_path / "nowhere"])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="no run folders"):
+        collect([tmp_path / "empty"])
+    write_run(tmp_path / "a", "fig1/wd_on")
+    write_run(tmp_path / "b", "fig1/wd_on", seed=1, preset="cifar")
+    with pytest.raises(ValueError, match="different settings"):
+        collect([tmp_path / "a", tmp_path / "b"])
+    (tmp_path / "a" / "fig1" / "wd_on" / "seed0" / "summary.json").write_text("{broken")
+    with pytest.raises(ValueError, match=r"summary\.json"):
+        write_report([tmp_path / "a"], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_cut_off_line_is_left_out(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, "fig1/wd_on", finished=False)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"epoch": 7, "val_a')
+    runs = collect([tmp_path])
+    assert len(runs.unfinished) == 1
+    assert [p[0] for p in runs.results["fig1/wd_on"].curve("error")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_the_line_is_where_the_numbers_are() -> None:
+    points = tuple((float(x), y, y, y) for x, y in ((1, 40.0), (2, 20.0), (3, 10.0)))
+    chart = Chart("t", "error", (Series("a & b", points, 0),), log=True)
+    text = svg(chart)
+    line = re.search(r'<polyline points="([^"]+)"', text)
+    assert line is not None
+    found = [tuple(map(float, p.split(","))) for p in line[1].split()]
+    steps_x = [b[0] - a[0] for a, b in zip(found, found[1:])]
+    steps_y = [b[1] - a[1] for a, b in zip(found, found[1:])]
+    assert steps_x[0] == pytest.approx(steps_x[1], abs=0.2)
+    assert steps_y[0] == pytest.approx(steps_y[1], abs=0.2)  # halving is one step on a log axis
+    assert steps_y[0] > 20
+    assert "a &amp; b" in text
+    assert "prefers-color-scheme:dark" in svg(chart, standalone=True)
+
+
+_CHROMIUM = next((p for n in ("chromium", "chromium-browser", "google-chrome") if (p := shutil.which(n))), None)
+_PROBE = """<script>addEventListener("load", function () {
+  var svg = document.querySelector("svg.chart"), box = svg.getBoundingClientRect();
+  svg.dispatchEvent(new PointerEvent("pointermove", {clientX: box.left + box.width / 2, clientY: box.top + 20}));
+  document.querySelector(".legend button").click();
+  var out = {wide: document.documentElement.scrollWidth, width: innerWidth, errors: window.errors,
+    tip: document.querySelector(".tip").textContent, off: document.querySelectorAll(".series.off").length,
+    back: getComputedStyle(document.body).backgroundColor};
+  document.getElementById("theme").click();
+  out.switched = getComputedStyle(document.body).backgroundColor;
+  document.title = JSON.stringify(out);
+});</script></body>"""
+
+
+@pytest.mark.skipif(_CHROMIUM is None, reason="no Chromium here")
+@pytest.mark.parametrize("width", [390, 1280])
+def test_a_browser_shows_it(tmp_path: Path, width: int) -> None:
+    runs = tmp_path / "runs"
+    write_all(runs, seeds=1)
+    page = write_report([runs], tmp_path / "out", images=False).html
+    text = page.read_text().replace("<head>", "<head><script>window.errors=[];onerror=function(m){errors.push(m)}</script>")
+    # A window cannot be narrower than 500 px in Chromium; a frame can.
+    (tmp_path / "probe.html").write_text(text.replace("</body>", _PROBE))
+    frame = f'<iframe id="f" src="probe.html" style="width:{width}px;height:900px;border:0"></iframe>'
+    wait = 'f.onload=function(){setTimeout(function(){document.body.append(f.contentDocument.title)},300)}'
+    (tmp_path / "frame.html").write_text(f"<body>{frame}<script>var f=document.getElementById('f');{wait}</script>")
+    command = [str(_CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files"]
+    command += [f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1400,1000", "--virtual-time-budget=4000"]
+    done = subprocess.run(
+        [*command, "--dump-dom", (tmp_path / "frame.html").as_uri()], capture_output=True, text=True, timeout=120, check=True
+    )
+    found = re.search(r"\{.*\}", done.stdout.split("</iframe>")[-1].split("</script>")[-1])
+    assert found is not None, done.stdout[-500:]
+    seen = json.loads(found[0].replace("&amp;", "&"))
+    assert seen["errors"] == []
+    assert seen["width"] == width
+    assert seen["wide"] <= width  # no sideways scrolling
+    assert "epoch" in seen["tip"]
+    assert "%" in seen["tip"]
+    assert seen["off"] >= 1
+    assert seen["back"] != seen["switched"]
