@@ -1,0 +1,164 @@
+"""A recipe in other words: what a learning rate, a weight decay and a momentum mean for scale-invariant weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from normmatters.optim._common import check_number
+from normmatters.optim.equilibrium import equilibrium_angle, filter_sums, steps_to_equilibrium
+from normmatters.optim.weight_decay_free import largest_decay
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A learning rate, weight decay and momentum of SGD.
+
+    >>> Recipe(0.1, 5e-4, 0.9).with_lr(0.2)
+    Recipe(lr=0.2, weight_decay=0.00025, momentum=0.9)
+    """
+
+    lr: float
+    weight_decay: float
+    momentum: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_number("lr", self.lr)
+        check_number("weight_decay", self.weight_decay)
+        check_number("momentum", self.momentum, below=1.0)
+
+    @property
+    def angle(self) -> float:
+        """Angle a step in equilibrium: what `AngularSGD(angle=…)` takes in place of lr and weight decay."""
+        return equilibrium_angle(self.lr, self.weight_decay, self.momentum)
+
+    def with_lr(self, lr: float) -> Recipe:
+        """The same training at another learning rate: ηλ is kept, so the angle is.
+
+        Exact from the first step if scale-invariant weights start √(lr'/lr) times as long; else after equilibrium.
+        """
+        check_number("lr", lr)
+        if lr == 0:
+            raise ValueError("no weight decay gives the same training at lr 0")
+        return replace(self, lr=lr, weight_decay=self.lr * self.weight_decay / lr)
+
+    def with_weight_decay(self, weight_decay: float) -> Recipe:
+        """The same training at another weight decay: ηλ is kept, so the angle is."""
+        check_number("weight_decay", weight_decay)
+        if weight_decay == 0:
+            raise ValueError("no lr gives the same training at weight decay 0: use the angle, or WeightDecayFreeSGD")
+        return replace(self, weight_decay=weight_decay, lr=self.lr * self.weight_decay / weight_decay)
+
+    def with_momentum(self, momentum: float) -> Recipe:
+        """The same speed at another momentum: η/(1−μ) is kept, so norms and time constants are; the angle is not.
+
+        Steps that follow each other are then correlated differently, but directions are forgotten at the same rate.
+        """
+        check_number("momentum", momentum, below=1.0)
+        return replace(self, momentum=momentum, lr=self.lr * (1 - momentum) / (1 - self.momentum))
+
+    @classmethod
+    def from_angle(cls, angle: float, lr: float, momentum: float = 0.0) -> Recipe:
+        """The recipe with this learning rate that turns weights by ``angle`` a step in equilibrium."""
+        check_number("angle", angle)
+        if lr == 0:
+            raise ValueError("no weight decay turns weights at lr 0")
+        s, q = filter_sums(momentum)
+        return cls(lr, angle**2 * s / (2 * lr * q), momentum)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table: a quantity, its value as text, and what it means."""
+
+    quantity: str
+    value: str
+    meaning: str
+
+
+def explain(lr: float, weight_decay: float, momentum: float = 0.0) -> list[Row]:
+    """Explain an SGD recipe: its equilibrium, its time scales, and recipes that train the same way.
+
+    >>> explain(0.1, 5e-4, 0.9)[0]
+    Row(quantity='angle a step', value='0.007255 rad (0.416°)', meaning='in equilibrium: √(2ηλ/(1+μ))')
+    """
+    recipe = Recipe(lr, weight_decay, momentum)
+    total, _ = filter_sums(momentum)
+    product, bound = lr * weight_decay, largest_decay(momentum)
+    if product == 0:
+        return [
+            Row(
+                "angle a step",
+                "no equilibrium",
+                "with lr · weight decay = 0 the norm grows and the angle falls for ever",
+            ),
+            Row("effective lr", f"{lr * total:g}", "η/(1−μ)"),
+        ]
+    rows = [
+        Row(
+            "angle a step",
+            f"{recipe.angle:.4g} rad ({math.degrees(recipe.angle):.3g}°)",
+            "in equilibrium: √(2ηλ/(1+μ))",
+        ),
+        Row(
+            "norm",
+            f"{(lr * total / (2 * weight_decay)) ** 0.25:.4g} · √G",
+            "in equilibrium: ‖w‖⁴ = ηG²/(2λ(1−μ)), G the gradient norm at ‖w‖ = 1",
+        ),
+        Row(
+            "time to equilibrium",
+            f"{steps_to_equilibrium(lr, weight_decay, momentum):.4g} steps",
+            "‖w‖⁴, by a factor e: (1−μ)/(4ηλ)",
+        ),
+        Row("memory", f"{1 / (product * total):.4g} steps", "until a direction is forgotten by a factor e: (1−μ)/(ηλ)"),
+        Row("effective lr", f"{lr * total:g}", "η/(1−μ)"),
+        Row("lr · weight decay", f"{product:g}", "all that counts in equilibrium, at one momentum"),
+        _weight_decay_free(recipe, bound),
+        Row(
+            "same: no weight decay",
+            f"AngularSGD(angle={recipe.angle:.4g}, momentum={momentum:g})",
+            "norms fixed, the same angle a step",
+        ),
+    ]
+    for factor in (2.0, 0.5):
+        other = recipe.with_lr(lr * factor)
+        rows.append(Row("same: other lr", _text(other), f"norms × {factor**0.5:.4g}"))
+    rows.append(Row("same: other weight decay", _text(recipe.with_weight_decay(weight_decay * 10)), "norms × 0.3162"))
+    if momentum > 0:
+        rows.append(
+            Row("same speed: no momentum", _text(recipe.with_momentum(0.0)), "same norms and times, other angle")
+        )
+    return rows
+
+
+def _weight_decay_free(recipe: Recipe, bound: float) -> Row:
+    name = "same: growing lr"
+    x, mu = recipe.lr * recipe.weight_decay, recipe.momentum
+    if x > bound:
+        return Row(name, "none", f"lr · weight decay is above (1−√μ)² = {bound:.4g}: momentum overshoots zero")
+    # The fixed point of κ (see weight_decay_free): s solves s² − (1+μ−ηλ)s + μ = 0, and α grows by 1/s a step.
+    b = 1 + mu - x
+    s = (b + math.sqrt(max(b * b - 4 * mu, 0.0))) / 2
+    growth = s**-2
+    return Row(
+        name,
+        f"× {growth:.6g} a step",
+        f"WeightDecayFreeSGD, exact: lr doubles every {math.log(2) / math.log(growth):.4g} steps",
+    )
+
+
+def _text(recipe: Recipe) -> str:
+    return f"lr {recipe.lr:g}, wd {recipe.weight_decay:g}, momentum {recipe.momentum:g}"
+
+
+def render(rows: Iterable[Row]) -> str:
+    """The rows as plain aligned text.
+
+    >>> print(render([Row("angle", "0.1", "a step"), Row("norm", "2", "of w")]))
+    angle  0.1  a step
+    norm   2    of w
+    """
+    table = [(row.quantity, row.value, row.meaning) for row in rows]
+    widths = [max((len(line[i]) for line in table), default=0) for i in range(2)]
+    return "\n".join(f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in table)
