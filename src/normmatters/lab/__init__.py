@@ -1,0 +1,1 @@
+"""The lab: config → data → model → trainer → run log → report."""

@@ -1,0 +1,236 @@
+"""The paper's training regimes: learning-rate schedules, and the ways in which weight decay may act (E1).
+
+Weight decay acts on weights of two or more dimensions; biases and the affine parameters of norms have none unless
+``optim.decay_norms`` is set. The classifier is behind no norm, so its decay (``last_layer_weight_decay``) is always
+plain. All that the modes change is how decay acts on the scale-invariant weights, which are found by testing.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from normmatters.lab.config import OptimConfig, RunConfig
+from normmatters.optim._rows import channel_norms
+from normmatters.optim.correction import StepSizeCorrection
+from normmatters.optim.invariance import ScaleInvariantParameters, scale_invariant_parameters
+from normmatters.optim.norm_schedule import NormSchedule
+from normmatters.optim.recorder import NormRecorder
+from normmatters.optim.recording import Recording
+from normmatters.optim.weight_decay_free import WeightDecayFreeSGD
+
+
+def lr_factor(config: OptimConfig, step: int, steps_per_epoch: int) -> float:
+    """Learning rate of step ``step`` (from 0) over ``config.lr``.
+
+    >>> [lr_factor(OptimConfig(milestones=(1, 2)), s, 10) for s in (9, 10, 20)]
+    [1.0, 0.1, 0.01]
+    """
+    if config.schedule == "warmup_sqrt":  # the Transformer's; config.lr is the peak
+        return min((step + 1) / config.warmup_steps, math.sqrt(config.warmup_steps / (step + 1)))
+    factor = min(1.0, (step + 1) / config.warmup_steps) if config.warmup_steps else 1.0
+    if config.schedule == "step":
+        return factor * _power(config.gamma, sum(step >= round(m * steps_per_epoch) for m in config.milestones))
+    if config.schedule == "cosine":
+        return factor * 0.5 * (1 + math.cos(math.pi * step / (config.epochs * steps_per_epoch)))
+    return factor
+
+
+def _power(gamma: float, count: int) -> float:
+    return 1 / round(1 / gamma) ** count if math.isclose(1 / gamma, round(1 / gamma)) else gamma**count
+
+
+def find_recording(run_dir: Path, config: RunConfig, reference_dir: Path | None = None) -> Recording:
+    """The norms of the run that ``optim.reference`` names: a folder beside this run, the cell's same seed, a path."""
+    name = config.optim.reference or ""
+    places = [reference_dir] if reference_dir else []
+    places += [run_dir.parent / name, run_dir.parent.parent / name / run_dir.name, Path(name)]
+    for place in places:
+        if (place / "norms.safetensors").is_file():
+            return Recording.load(place / "norms.safetensors")
+    raise ValueError(
+        f"optim.reference={name!r}: no recorded norms; run that cell first (looked in {', '.join(map(str, places))})"
+    )
+
+
+class Regime:
+    """Optimizer, schedule and recorder of one run, as one thing to step, save and load."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        config: OptimConfig,
+        steps_per_epoch: int,
+        norm_schedule: NormSchedule | None,
+        recorder: NormRecorder | None,
+        watched: dict[str, tuple[Tensor, int | None]],
+        capturable: bool,
+    ) -> None:
+        self.optimizer, self.config, self.steps_per_epoch = optimizer, config, steps_per_epoch
+        self.norm_schedule, self.recorder, self.watched = norm_schedule, recorder, watched
+        self.capturable = capturable
+        self._lr: float | None = None
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the first group's next step."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def before_step(self, step: int) -> None:
+        """Set the learning rate of step ``step`` (a norm schedule sets its own)."""
+        if self.norm_schedule is not None:
+            return
+        lr = self.config.lr * lr_factor(self.config, step, self.steps_per_epoch)
+        if lr == self._lr:
+            return
+        for group in self.optimizer.param_groups:
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(lr)  # a captured graph reads it from there
+            else:
+                group["lr"] = lr
+        self._lr = lr
+
+    def after_step(self) -> None:
+        if self.norm_schedule is not None:
+            self.norm_schedule.step()
+
+    def describe(self) -> dict[str, float]:
+        """Mean norm and mean effective step η/‖w‖² (η/‖w‖ for Adam) over the watched channels."""
+        if not self.watched:
+            return {}
+        norms = torch.cat([channel_norms(w.detach(), dim) for w, dim in self.watched.values()])
+        power = 2 if self.config.name == "sgd" else 1
+        step = (self.lr / norms.double() ** power).mean().item()
+        if self.config.mode == "wd_free":  # its weights are α times those of SGD with decay, its learning rate α² η
+            alpha = float(self.optimizer.state[self.optimizer.param_groups[0]["params"][0]]["alpha"])
+            step *= alpha**2
+        return {"norm": norms.mean().item(), "effective_step": step}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "norm_schedule": self.norm_schedule.state_dict() if self.norm_schedule else None,
+            "recorder": self.recorder.state_dict() if self.recorder else None,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.norm_schedule is not None:
+            self.norm_schedule.load_state_dict(state["norm_schedule"])
+        if self.recorder is not None:
+            self.recorder.load_state_dict(state["recorder"])
+        self._lr = None
+
+
+def find_invariant(config: RunConfig, model: nn.Module, example: Any) -> ScaleInvariantParameters | None:
+    """The scale-invariant weights, where a mode or the recording needs them; None where it would find none in time."""
+    needed = config.optim.mode not in ("wd_on", "wd_off")
+    text = config.data.name in ("text", "numbers")
+    if not needed and (text or config.runtime.record == "none"):
+        return None  # testing a large translator takes long, and nothing depends on it
+    found = scale_invariant_parameters(model, example)
+    if needed and not len(found):
+        raise ValueError(
+            f"optim.mode={config.optim.mode} acts on scale-invariant weights, and {config.model.name} has none"
+        )
+    return found if len(found) else None
+
+
+def build_regime(
+    config: RunConfig,
+    model: nn.Module,
+    steps_per_epoch: int,
+    invariant: ScaleInvariantParameters | None,
+    recording: Recording | None = None,
+) -> Regime:
+    """Optimizer, schedule and recorder for ``model`` (not wrapped by DDP or compile)."""
+    optim = config.optim
+    device = next(model.parameters()).device
+    capture = device.type == "cuda" and config.runtime.compile == "cudagraph"
+    groups = _groups(config, model, invariant)
+    optimizer = _optimizer(optim, groups, device, capture)
+    norm_schedule = None
+    if optim.mode == "corrected":
+        assert recording is not None
+        form = "paper" if optim.correction == "epoch" else "exact"
+        optimizer = StepSizeCorrection(optimizer, recording, invariant, form=form)  # type: ignore[arg-type]
+    elif optim.mode == "norm_schedule":
+        form = "paper" if optim.correction == "epoch" else "exact"
+        source = recording or (lambda shadow: LambdaLR(shadow, lambda s: lr_factor(optim, s, steps_per_epoch)))
+        norm_schedule = NormSchedule(optimizer, source, invariant, form=form)  # type: ignore[arg-type]
+    record = config.runtime.record
+    watched: dict[str, tuple[Tensor, int | None]] = {}
+    recorder = None
+    if invariant is not None:
+        watched = {n: (p, invariant.dims[n]) for n, p in invariant.named_parameters()}
+    else:
+        last = {id(p) for p in _classifier(model)}
+        watched = {n: (p, 0) for n, p in model.named_parameters() if p.ndim >= 2 and id(p) not in last}
+    if record != "none":
+        about = {"experiment": config.experiment, "cell": config.cell, "seed": str(config.seed)}
+        weights = invariant or {n: p for n, (p, _) in watched.items()}
+        recorder = NormRecorder(weights, optimizer, every=record, angle=record == "step", metadata=about)
+    plain = optim.mode in ("wd_on", "wd_off") and record != "step"
+    return Regime(optimizer, optim, steps_per_epoch, norm_schedule, recorder, watched, capture and plain)
+
+
+def _classifier(model: nn.Module) -> list[nn.Parameter]:
+    return list(model.classifier.parameters())  # type: ignore[union-attr]
+
+
+def _groups(config: RunConfig, model: nn.Module, invariant: ScaleInvariantParameters | None) -> list[dict[str, Any]]:
+    """Parameter groups, with names: scale-invariant weights, other weights, the classifier's, and all vectors."""
+    optim = config.optim
+    decays = optim.mode in ("wd_on", "wd_free", "angular")
+    decay = optim.weight_decay if decays else 0.0
+    last_decay = decay if optim.last_layer_weight_decay is None else optim.last_layer_weight_decay
+    last = {id(p) for p in _classifier(model)}
+    names = set(invariant) if invariant is not None else set()
+    parts: dict[str, list[tuple[str, nn.Parameter]]] = {"invariant": [], "weights": [], "last": [], "vectors": []}
+    for name, p in model.named_parameters():
+        if name in names:
+            parts["invariant"].append((name, p))
+        elif p.ndim < 2:
+            parts["vectors"].append((name, p))
+        else:
+            parts["last" if id(p) in last else "weights"].append((name, p))
+    decay_of = {"invariant": decay, "weights": decay, "last": last_decay, "vectors": decay * optim.decay_norms}
+    groups: list[dict[str, Any]] = []
+    for part, members in parts.items():
+        if not members:
+            continue
+        group: dict[str, Any] = {"params": members, "weight_decay": decay_of[part]}
+        if optim.mode == "wd_free":
+            group["weight_decay_free"] = part == "invariant"
+        elif optim.mode == "angular":
+            group["angular"] = part == "invariant"
+        groups.append(group)
+    return groups
+
+
+def _optimizer(optim: OptimConfig, groups: list[dict[str, Any]], device: torch.device, capture: bool) -> Optimizer:
+    plain = optim.mode in ("wd_on", "wd_off")
+    cuda = device.type == "cuda"
+    lr: float | Tensor = torch.tensor(optim.lr, device=device) if capture and plain else optim.lr
+    sgd: dict[str, Any] = {"lr": lr, "momentum": optim.momentum, "nesterov": optim.nesterov}
+    if optim.mode == "wd_free":
+        return WeightDecayFreeSGD(groups, **sgd)
+    if optim.mode == "angular" and optim.name == "sgd":
+        from normmatters.optim.angular import AngularSGD
+
+        return AngularSGD(groups, **sgd, angle=optim.angle)
+    adam: dict[str, Any] = {"lr": lr, "betas": optim.betas, "eps": optim.eps, "fused": cuda, "capturable": capture}
+    if optim.name == "sgd":
+        return SGD(groups, **sgd, fused=cuda)
+    optimizer: Optimizer = (Adam if optim.name == "adam" else AdamW)(groups, **adam)
+    if optim.mode == "angular":
+        from normmatters.optim.angular import Angular
+
+        return Angular(optimizer, angle=optim.angle)
+    return optimizer

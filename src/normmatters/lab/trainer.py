@@ -1,0 +1,398 @@
+"""One training loop for all experiments: from a config to a finished run folder, resumed wherever it stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import random
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from normmatters.lab import checkpoint
+from normmatters.lab.config import RunConfig, config_hash
+from normmatters.lab.data import ImageData, Shard, TextData, load_data
+from normmatters.lab.models import Translator, build_model
+from normmatters.lab.objective import Classification, Objective, Translation
+from normmatters.lab.regimes import Regime, build_regime, find_invariant, find_recording
+from normmatters.lab.runlog import RunError, RunFolder, RunResult
+from normmatters.lab.step import Arithmetic, Stepper
+from normmatters.lab.translate import bleu, translate
+from normmatters.nn.sync import convert_sync_batchnorm
+
+__all__ = ["RunError", "RunResult", "train"]
+
+Progress = Callable[[dict[str, Any]], None]
+
+
+def train(
+    config: RunConfig,
+    run_dir: str | Path,
+    *,
+    data_dir: str | Path | None = None,
+    progress: Progress | None = None,
+    resume: bool = True,
+    reference_dir: str | Path | None = None,
+) -> RunResult:
+    """Run ``config`` in ``run_dir``, from its last checkpoint if there is one. A finished run is returned as it is.
+
+    Under ``torchrun`` (WORLD_SIZE > 1) the processes share each batch: gradients are averaged, batch norms
+    synchronized, and the first process writes. ``data.batch_size`` is that of all processes together.
+
+    Args:
+        data_dir: where the data sets are; None: ``NORMMATTERS_DATA``, else ``./data``.
+        progress: called with a dict: "step" and "steps" about once a second, and each epoch's metrics.
+        resume: False throws away what the folder holds and begins again.
+        reference_dir: the run folder that ``optim.reference`` means, where it is not beside this one.
+
+    Returns:
+        Status "finished", or "nan" where the loss became NaN or infinite; with the last metrics.
+
+    Raises:
+        RunError: the folder cannot be written, the disk is full, another process or another run is in the folder.
+        ValueError: bad config or data. The reason is in ``error.json`` too.
+
+    Example::
+
+        >>> train(from_dict({"optim": {"epochs": 2}}), "runs/digits").metrics["val_acc"]  # doctest: +SKIP
+    """
+    run_dir = Path(run_dir)
+    with _process_group(config) as (device, shard), contextlib.ExitStack() as stack:
+        folder = RunFolder(run_dir)
+        if shard.rank == 0:
+            stack.enter_context(folder)
+            ended = folder.ended() if resume else None
+        else:
+            ended = None
+        if shard.world > 1:  # all of them train, or none
+            box = [ended]
+            dist.broadcast_object_list(box, src=0)
+            ended = box[0]
+        if ended is not None:
+            return ended
+        try:
+            if shard.rank == 0:
+                folder.start(config, device, fresh=not resume)
+            with _settings(config, device):
+                run = _Run(config, folder, device, shard, data_dir, reference_dir)
+                return run.loop(progress or (lambda _: None))
+        except RunError as error:
+            _fail(folder, shard, error.kind, str(error))
+            raise
+        except (ValueError, torch.OutOfMemoryError) as error:
+            _fail(folder, shard, "memory" if isinstance(error, torch.OutOfMemoryError) else "config", str(error))
+            raise
+        except Exception as error:
+            _fail(folder, shard, "exception", f"{type(error).__name__}: {error}", traceback=traceback.format_exc())
+            raise
+
+
+def _fail(folder: RunFolder, shard: Shard, kind: str, message: str, **details: Any) -> None:
+    if shard.rank == 0 and kind != "busy" and folder.path.is_dir():
+        folder.fail(kind, message, **details)
+
+
+@contextlib.contextmanager
+def _process_group(config: RunConfig) -> Iterator[tuple[torch.device, Shard]]:
+    """This process's device and share of the work; joins torchrun's group, and leaves it if it was joined here."""
+    world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    name = config.runtime.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"runtime.device={config.runtime.device!r}, but this torch sees no GPU")
+    if device.type == "cuda":
+        local = int(os.environ.get("LOCAL_RANK", "0")) if world > 1 else (device.index or 0)
+        device = torch.device("cuda", local)
+        torch.cuda.set_device(device)
+    joined = world > 1 and not dist.is_initialized()
+    if joined:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        yield device, Shard(rank, world)
+    finally:
+        if joined:
+            dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _settings(config: RunConfig, device: torch.device) -> Iterator[None]:
+    """Seeds, threads and torch's global switches for this run; the caller's are put back, so runs can follow runs."""
+    before = (
+        torch.get_num_threads(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.backends.cudnn.benchmark,
+        torch.get_float32_matmul_precision(),
+        torch.backends.cudnn.allow_tf32,
+    )
+    states = checkpoint.random_state()
+    random.seed(config.seed)
+    np.random.seed(config.seed % (1 << 32))  # noqa: NPY002
+    torch.manual_seed(config.seed)
+    if config.runtime.threads is not None:
+        torch.set_num_threads(config.runtime.threads)
+    if device.type == "cpu":
+        torch.use_deterministic_algorithms(config.runtime.deterministic)
+    else:
+        torch.backends.cudnn.benchmark = True
+        torch.set_float32_matmul_precision("high" if config.precision.tf32 else "highest")
+        torch.backends.cudnn.allow_tf32 = config.precision.tf32
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before[0])
+        torch.use_deterministic_algorithms(before[1])
+        torch.backends.cudnn.benchmark = before[2]
+        torch.set_float32_matmul_precision(before[3])
+        torch.backends.cudnn.allow_tf32 = before[4]
+        checkpoint.set_random_state(states)
+
+
+class _Run:
+    """Everything of one run, built in the order in which it depends on each other."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: RunFolder,
+        device: torch.device,
+        shard: Shard,
+        data_dir: str | Path | None,
+        reference_dir: str | Path | None,
+    ) -> None:
+        self.config, self.folder, self.device, self.shard = config, folder, device, shard
+        optim, runtime = config.optim, config.runtime
+        with _first_process_first(shard):  # it downloads, and learns the tokenizer, for all
+            cache = folder.path if folder.path.is_dir() else None
+            self.data = load_data(config.data, data_dir, seed=config.seed, device=device, shard=shard, cache=cache)
+        self.steps = self.data.train.steps
+        recording = find_recording(folder.path, config, _path(reference_dir)) if optim.reference else None
+        model = build_model(config.model, self.data).to(device)
+        self.objective: Objective
+        if isinstance(self.data, ImageData):
+            self.objective = Classification(self.data, optim.label_smoothing, device)
+        else:
+            self.objective = Translation(self.data, optim.label_smoothing, shard)
+        invariant = find_invariant(config, model, self.objective.example(device))
+        if runtime.channels_last and isinstance(self.data, ImageData):
+            model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        if shard.world > 1:
+            model = convert_sync_batchnorm(model)
+        self.model: nn.Module = model
+        self.regime: Regime = build_regime(config, model, self.steps, invariant, recording)
+        wrapped = model
+        if runtime.compile == "compile":
+            wrapped = torch.compile(wrapped, dynamic=isinstance(self.data, TextData))  # type: ignore[assignment]
+        if shard.world > 1:
+            ids = [device.index] if device.type == "cuda" else None
+            wrapped = nn.parallel.DistributedDataParallel(wrapped, device_ids=ids)
+        self.arithmetic = Arithmetic(config.precision, device)
+        self.scaler = torch.amp.GradScaler(device.type) if config.precision.amp == "fp16" else None
+        self.stepper = Stepper(
+            wrapped,
+            self.objective,
+            self.regime,
+            self.arithmetic,
+            self.scaler,
+            clip_norm=optim.clip_norm,
+            graph=runtime.compile == "cudagraph" and shard.world == 1,
+        )
+        self._reseed(0)
+        self.rows: list[dict[str, Any]] = []
+        self.messages: list[str] = []
+
+    def loop(self, progress: Progress) -> RunResult:
+        config, total = self.config, self.config.optim.epochs
+        start = self._resume()
+        writer = self._tensorboard(start)
+        saved_at = time.monotonic()
+        about = {"epochs": total, "steps": total * self.steps}
+        progress({"epoch": start, "step": start * self.steps, **about})
+        for epoch in range(start, total):
+            row = self._epoch(epoch, lambda step: progress({"step": step, **about}))
+            last = epoch + 1 == total
+            if row["train_loss"] is None:
+                message = f"the training loss is NaN or infinite in epoch {epoch + 1}, by step {row['step']}"
+                return self._ended_nan(message, row)
+            if last or (epoch + 1) % config.runtime.eval_every == 0:
+                row |= self._evaluate(last)
+            self.rows.append(row)
+            if self.shard.rank == 0:
+                self.folder.append(row)
+                if writer is not None:
+                    for key, value in row.items():
+                        if isinstance(value, int | float) and key not in ("epoch", "step"):
+                            writer.add_scalar(key, value, row["step"])
+                progress({**row, **about})
+                due = (epoch + 1) % config.runtime.checkpoint_every == 0
+                old = time.monotonic() - saved_at >= config.runtime.checkpoint_seconds
+                if due and old and not last:
+                    self._save(epoch + 1)
+                    saved_at = time.monotonic()
+        if writer is not None:
+            writer.close()
+        return self._finish()
+
+    def _epoch(self, epoch: int, heartbeat: Callable[[int], None]) -> dict[str, Any]:
+        started = told = time.monotonic()
+        self.model.train()
+        self.stepper.sums.zero_()
+        step = epoch * self.steps
+        for batch in self.data.train.epoch(epoch):
+            self.stepper(batch, step)
+            step += 1
+            if (now := time.monotonic()) - told > 1:
+                told = now
+                heartbeat(step)
+        sums = self._total(self.stepper.sums)  # the epoch's only wait for the device
+        seconds = time.monotonic() - started
+        row: dict[str, Any] = {"epoch": epoch + 1, "step": step, "lr": self.regime.lr}
+        row |= self.objective.epoch_metrics(sums, "train")
+        if row["train_loss"] is not None:
+            if self.regime.recorder is not None:
+                self.regime.recorder.end_epoch()
+            row |= self.regime.describe()
+        return row | {"seconds": seconds, "time_per_step": seconds / self.steps}
+
+    @torch.no_grad()
+    def _evaluate(self, last: bool) -> dict[str, Any]:
+        self.model.eval()
+        sums = torch.zeros(3, dtype=torch.float64, device=self.device)
+        for batch in self.data.val:
+            with self.arithmetic():
+                sums.add_(self.objective.measure(self.model, batch, smooth=False)[1])
+        row: dict[str, Any] = dict(self.objective.epoch_metrics(self._total(sums), "val"))
+        when = self.config.runtime.bleu
+        if isinstance(self.data, TextData) and self.shard.rank == 0 and (when == "epoch" or (when == "last" and last)):
+            assert isinstance(self.model, Translator)
+            with self.arithmetic():
+                beam, alpha = self.config.runtime.beam, self.config.runtime.length_penalty
+                found = translate(self.model, self.data, self.device, beam=beam, alpha=alpha)
+            row["bleu"] = bleu(found, self.data.references)
+        return row
+
+    def _total(self, sums: Tensor) -> list[float]:
+        """Over all processes, on the host."""
+        if self.shard.world > 1:
+            dist.all_reduce(sums)
+        values: list[float] = sums.tolist()
+        return values
+
+    def _state(self, epoch: int) -> dict[str, Any]:
+        return {
+            "epoch": epoch,
+            "config": config_hash(self.config),
+            "rows": json.dumps(self.rows),
+            "model": self.model.state_dict(),
+            "regime": self.regime.state_dict(),
+            "scaler": self.scaler.state_dict() if self.scaler is not None else None,
+            "random": checkpoint.random_state(),
+        }
+
+    def _save(self, epoch: int) -> None:
+        checkpoint.save(self.folder.checkpoints, epoch, self._state(epoch), self.config.runtime.keep_checkpoints)
+
+    def _resume(self) -> int:
+        """Load the newest good checkpoint; the number of epochs that are done."""
+        state, damaged = (
+            checkpoint.load(self.folder.checkpoints, self.device) if self.folder.path.is_dir() else (None, [])
+        )
+        self.messages += damaged
+        if state is None:
+            if self.shard.rank == 0:
+                self.folder.rewrite([])
+            return 0
+        if state["config"] != config_hash(self.config):
+            raise RunError("checkpoint", f"the checkpoint in {self.folder.checkpoints} is of another config")
+        self.model.load_state_dict(state["model"])
+        self.regime.load_state_dict(state["regime"])
+        if self.scaler is not None:
+            self.scaler.load_state_dict(state["scaler"])
+        checkpoint.set_random_state(state["random"])
+        self._reseed(int(state["epoch"]))
+        self.rows = json.loads(state["rows"])
+        if self.shard.rank == 0:
+            self.folder.rewrite(self.rows)
+        return int(state["epoch"])
+
+    def _reseed(self, epoch: int) -> None:
+        """The models start equal in all processes, but their dropout must differ."""
+        if self.shard.rank > 0:
+            torch.manual_seed((self.config.seed * 1_000_003 + epoch) * self.shard.world + self.shard.rank)
+
+    def _finish(self) -> RunResult:
+        summary = self._summary("finished")
+        if self.shard.rank == 0:
+            self._save_norms()
+            self._save(len(self.rows))
+            self.folder.finish(summary)
+        return RunResult("finished", self.folder.path, summary)
+
+    def _ended_nan(self, message: str, row: dict[str, Any]) -> RunResult:
+        summary = {**self._summary("nan"), "epoch": row["epoch"], "step": row["step"]}
+        if self.shard.rank == 0:
+            self._save_norms()
+            self.folder.fail("nan", message, epoch=row["epoch"], metrics=summary)
+        return RunResult("nan", self.folder.path, summary, message)
+
+    def _save_norms(self) -> None:
+        if self.regime.recorder is not None and self.rows:
+            partial = self.folder.path / ".norms.tmp"
+            self.regime.recorder.save(str(partial))
+            partial.replace(self.folder.path / "norms.safetensors")
+
+    def _summary(self, status: str) -> dict[str, Any]:
+        seconds = [r["seconds"] for r in self.rows]
+        summary: dict[str, Any] = {
+            "status": status,
+            "hash": config_hash(self.config),
+            **(self.rows[-1] if self.rows else {}),
+        }
+        for key, best in (("val_acc", max), ("val_ppl", min), ("bleu", max)):
+            values = [r[key] for r in self.rows if r.get(key) is not None]
+            if values:
+                summary[f"best_{key}"] = best(values)
+        steps = [r["time_per_step"] for r in self.rows]
+        summary |= {
+            "seconds": math.fsum(seconds),
+            "time_per_step": sorted(steps)[len(steps) // 2] if steps else None,
+            "parameters": sum(p.numel() for p in self.model.parameters()),
+            "steps_per_epoch": self.steps,
+        }
+        if self.device.type == "cuda":
+            summary["peak_memory"] = torch.cuda.max_memory_allocated(self.device)
+        if self.messages:
+            summary["messages"] = self.messages
+        return summary
+
+    def _tensorboard(self, start: int) -> Any:
+        if not self.config.runtime.tensorboard or self.shard.rank:
+            return None
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise ValueError('runtime.tensorboard needs tensorboard: pip install "normmatters[lab]"') from None
+        return SummaryWriter(str(self.folder.path / "tensorboard"), purge_step=start * self.steps)
+
+
+@contextlib.contextmanager
+def _first_process_first(shard: Shard) -> Iterator[None]:
+    if shard.rank > 0:
+        dist.barrier()
+    yield
+    if shard.world > 1 and shard.rank == 0:
+        dist.barrier()
+
+
+def _path(value: str | Path | None) -> Path | None:
+    return None if value is None else Path(value)
