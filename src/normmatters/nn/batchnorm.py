@@ -39,6 +39,7 @@ class _LpBatchNorm(_NormBase):
         affine: bool = True,
         track_running_stats: bool = True,
         *,
+        bias: bool = True,
         k: int | None = None,
         constant: str | float = "exact",
         act: str | None = None,
@@ -52,6 +53,8 @@ class _LpBatchNorm(_NormBase):
         if eps < 0:
             raise ValueError(f"eps must not be negative, got {eps}")
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
+        if not bias:  # not passed on: torch 2.11's base class has no such argument
+            self.register_parameter("bias", None)
         self.p = p
         self.k = k
         self.constant = constant
@@ -106,6 +109,14 @@ class _LpBatchNorm(_NormBase):
             memory=self.memory,
         )
 
+    def reset_parameters(self) -> None:
+        """Reset the running statistics, the weight to 1 and the bias to 0."""
+        self.reset_running_stats()
+        if self.weight is not None:
+            init.ones_(self.weight)
+        if self.bias is not None:
+            init.zeros_(self.bias)
+
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() not in self._ranks:
             expected = " or ".join(f"{rank}D" for rank in self._ranks)
@@ -155,6 +166,7 @@ class LpBatchNorm2d(_LpBatchNorm):
         momentum: weight of a batch in the running statistics; None for a cumulative average.
         affine: learn weight and bias.
         track_running_stats: keep running statistics for evaluation.
+        bias: with ``affine``, learn the bias.
         k: with ``p=math.inf``, the mean of the k largest deviations (F7).
         constant: ``"exact"``, ``"paper"``, ``"none"``, or a positive number that multiplies the exact constant.
         act: None or ``"relu"``, applied in the same pass.
@@ -191,6 +203,7 @@ class _FixedBatchNorm(_LpBatchNorm):
         affine: bool = True,
         track_running_stats: bool = True,
         *,
+        bias: bool = True,
         constant: str | float = "exact",
         act: str | None = None,
         memory: str = "exact",
@@ -204,6 +217,7 @@ class _FixedBatchNorm(_LpBatchNorm):
             momentum,
             affine,
             track_running_stats,
+            bias=bias,
             constant=constant,
             act=act,
             memory=memory,
@@ -301,6 +315,7 @@ class _TopKBatchNorm(_LpBatchNorm):
         affine: bool = True,
         track_running_stats: bool = True,
         *,
+        bias: bool = True,
         constant: str | float = "exact",
         act: str | None = None,
         memory: str = "exact",
@@ -314,6 +329,7 @@ class _TopKBatchNorm(_LpBatchNorm):
             momentum,
             affine,
             track_running_stats,
+            bias=bias,
             k=k,
             constant=constant,
             act=act,
@@ -374,12 +390,6 @@ class _MeanOnlyBatchNorm(_LpBatchNorm):
             dtype=dtype,
         )
         self.register_parameter("weight", None)
-
-    def reset_parameters(self) -> None:
-        """Zero the bias and reset the running statistics."""
-        self.reset_running_stats()
-        if self.affine:
-            init.zeros_(self.bias)
 
 
 class MeanOnlyBatchNorm1d(_MeanOnlyBatchNorm, LpBatchNorm1d):

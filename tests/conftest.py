@@ -1,0 +1,45 @@
+"""Fixtures for every test: one thread, a fixed seed, and on request memory that shows when it is read before written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import settings
+
+# The same examples on every run: a failure is one that anyone can reproduce.
+settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=20, database=None)
+settings.load_profile("repeatable")
+
+torch.set_num_threads(1)  # pytest-xdist runs one process for each core
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> int:
+    """Seed torch before each test, so that no test depends on the order."""
+    torch.manual_seed(0)
+    return 0
+
+
+@pytest.fixture
+def rng() -> torch.Generator:
+    """A seeded generator of the test's own."""
+    return torch.Generator().manual_seed(0)
+
+
+@pytest.fixture
+def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fill ``torch.empty`` and ``torch.empty_like`` with NaN, so that reading before writing shows in the result."""
+
+    def poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def allocate_poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
+            tensor = allocate(*args, **kwargs)
+            return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+
+        return allocate_poisoned
+
+    for name in ("empty", "empty_like"):
+        monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
+    yield

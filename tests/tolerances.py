@@ -1,0 +1,46 @@
+"""How far two computations of the same quantity may differ, derived from the rounding of their dtype.
+
+A test compares a result with a float64 oracle. Each bound is a small multiple of ``finfo.eps``; the factor √n is how
+rounding errors of n terms add up when their signs are independent. ``FEW`` covers the handful of elementwise roundings
+before and after a sum, and the tail of the distribution over thousands of compared elements.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+FEW = 8.0
+
+
+def elementwise(dtype: torch.dtype) -> float:
+    """Relative: a few roundings per element and no sum, for example eval-mode batch norm."""
+    return FEW * torch.finfo(dtype).eps
+
+
+def statistic(dtype: torch.dtype, n: int) -> float:
+    """Relative: a mean or scale of n values, computed in float32 at least."""
+    return FEW * torch.finfo(_computed_in(dtype)).eps * math.sqrt(n)
+
+
+def normalized(dtype: torch.dtype, n: int) -> float:
+    """Absolute, for outputs of order 1: the statistics' error, then one rounding to the output's dtype.
+
+    That rounding is relative to the output, which reaches about 4 standard deviations and an affine map of order 1.
+    """
+    return statistic(dtype, n) + 4 * torch.finfo(dtype).eps
+
+
+def gradient(dtype: torch.dtype, n: int) -> float:
+    """Absolute, for incoming gradients of order 1: two chained sums (the statistics, then Σg and Σg·x̂)."""
+    return 2 * normalized(dtype, n)
+
+
+def parameter_gradient(dtype: torch.dtype, n: int) -> float:
+    """Absolute, for Σg·x̂ and Σg over n elements of order 1: each of the n terms carries the output's rounding."""
+    return FEW * math.sqrt(n) * normalized(dtype, n)
+
+
+def _computed_in(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
