@@ -270,6 +270,8 @@ def _check_values(config: RunConfig, origin: str) -> None:
     need(list(optim.milestones) == sorted(optim.milestones), "optim.milestones", "in rising order", optim.milestones)
     if optim.mode == "corrected":
         need(optim.reference is not None, "optim.reference", "the cell whose norms are followed (mode corrected)", None)
+    if optim.mode in ("angular", "wd_free") and optim.angle is None:
+        need(optim.weight_decay > 0, "optim.weight_decay", f"positive with mode {optim.mode}", optim.weight_decay)
     if optim.schedule == "warmup_sqrt":
         need(optim.warmup_steps >= 1, "optim.warmup_steps", "at least 1 with warmup_sqrt", optim.warmup_steps)
     if optim.mode == "wd_free":

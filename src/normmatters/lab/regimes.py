@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from normmatters.lab.config import OptimConfig, RunConfig
 from normmatters.optim._rows import channel_norms
+from normmatters.optim.angular import Angular, AngularSGD
 from normmatters.optim.correction import StepSizeCorrection
 from normmatters.optim.invariance import ScaleInvariantParameters, scale_invariant_parameters
 from normmatters.optim.norm_schedule import NormSchedule
@@ -221,16 +222,12 @@ def _optimizer(optim: OptimConfig, groups: list[dict[str, Any]], device: torch.d
     sgd: dict[str, Any] = {"lr": lr, "momentum": optim.momentum, "nesterov": optim.nesterov}
     if optim.mode == "wd_free":
         return WeightDecayFreeSGD(groups, **sgd)
-    if optim.mode == "angular" and optim.name == "sgd":
-        from normmatters.optim.angular import AngularSGD
-
-        return AngularSGD(groups, **sgd, angle=optim.angle)
-    adam: dict[str, Any] = {"lr": lr, "betas": optim.betas, "eps": optim.eps, "fused": cuda, "capturable": capture}
+    if optim.mode == "angular" and optim.name == "sgd" and optim.angle is None:
+        return AngularSGD(groups, **sgd)
+    optimizer: Optimizer
     if optim.name == "sgd":
-        return SGD(groups, **sgd, fused=cuda)
-    optimizer: Optimizer = (Adam if optim.name == "adam" else AdamW)(groups, **adam)
-    if optim.mode == "angular":
-        from normmatters.optim.angular import Angular
-
-        return Angular(optimizer, angle=optim.angle)
-    return optimizer
+        optimizer = SGD(groups, **sgd, fused=cuda)
+    else:
+        kind = Adam if optim.name == "adam" else AdamW
+        optimizer = kind(groups, lr=lr, betas=optim.betas, eps=optim.eps, fused=cuda, capturable=capture)  # type: ignore[arg-type]
+    return Angular(optimizer, optim.angle) if optim.mode == "angular" else optimizer

@@ -65,7 +65,7 @@ def load_data(
     if config.name in ("text", "numbers"):
         return text.load(config, folder, seed=seed, shard=shard, device=device, cache=cache)
     if config.name == "digits":
-        return _resident(config, *digits.load(), 10, _DIGITS, seed, device, shard)
+        return _resident(config, *digits.load(min(config.train_size or 1437, 1437)), 10, _DIGITS, seed, device, shard)
     assert folder is not None
     if config.name == "cifar10":
         found = cifar10.find(folder) or cifar10.prepare(folder.parent)

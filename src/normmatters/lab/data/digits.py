@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 
-def load() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``train_x, train_y, val_x, val_y``: uint8 N×8×8×1 and int64 labels; always the same 1,437 / 360."""
+def load(train_size: int = 1437) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``train_x, train_y, val_x, val_y``: uint8 N×8×8×1 and int64 labels; the rest of ``train_size`` is for validation."""
     try:
         from sklearn.datasets import load_digits
     except ImportError:
@@ -17,5 +17,5 @@ def load() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     x = (x * (255 / 16)).round().to(torch.uint8).unsqueeze(-1)  # the scanner's 17 grey levels
     y = torch.from_numpy(bunch.target).to(torch.int64)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(1797))  # writers are in blocks in the file
-    train, val = order[:1437], order[1437:]
+    train, val = order[:train_size], order[train_size:]
     return x[train], y[train], x[val], y[val]

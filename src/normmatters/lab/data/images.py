@@ -16,7 +16,7 @@ from torch import Tensor
 from normmatters.lab.data import augment
 from normmatters.lab.data.augment import EpochPlan
 
-CHUNK = 64  # batches augmented by one gather: few launches, little memory
+CHUNK_BYTES = 1 << 25  # images augmented by one gather: few launches, little memory
 
 
 class Source(Protocol):
@@ -98,9 +98,10 @@ class ResidentLoader(TrainLoader):
         # every process draws the whole epoch and keeps its rows: the global batch does not depend on their number
         order = plan.order[:used].view(self.steps, -1)[:, mine].to(self.images.device)
         u = plan.u[:used].view(self.steps, self.batch_size, -1)[:, mine].to(self.images.device)
-        for start in range(0, self.steps, CHUNK):
-            index = order[start : start + CHUNK]
-            chunk = self.augmentation.apply(self.images, index.flatten(), u[start : start + CHUNK].flatten(0, 1))
+        together = max(1, CHUNK_BYTES // (self.batch_size * self.images[0].numel()))
+        for start in range(0, self.steps, together):
+            index = order[start : start + together]
+            chunk = self.augmentation.apply(self.images, index.flatten(), u[start : start + together].flatten(0, 1))
             chunk = chunk.view(*index.shape, *chunk.shape[1:]).permute(0, 1, 4, 2, 3)
             labels = self.labels[index]
             for step in range(len(index)):
