@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from normmatters import functional, precision
 from normmatters.nn.batchnorm import LpBatchNorm1d, LpBatchNorm2d
@@ -224,6 +225,23 @@ def test_backward_keeps_the_forwards_arithmetic():
     assert torch.equal(inside.grad, outside.grad)
     assert torch.equal(outside.grad, outside.grad.bfloat16().float())
     assert not torch.equal(outside.grad, plain.grad)
+
+
+def test_checkpointing_takes_the_context_along():
+    torch.manual_seed(13)
+    x, grad = torch.randn(2, 32, 4)
+
+    def again():
+        return contextlib.nullcontext(), precision.arithmetic("bf16", accumulate="bf16")
+
+    plain, recomputed = LpBatchNorm1d(4), LpBatchNorm1d(4)
+    with precision.arithmetic("bf16", accumulate="bf16"):
+        expected = values_and_gradients(plain, [x], grad)
+        inputs = x.clone().requires_grad_()
+        y = checkpoint(recomputed, inputs, use_reentrant=False, context_fn=again)
+    y.backward(grad)
+    assert torch.equal(inputs.grad, expected[1])
+    assert torch.equal(recomputed.running_var, plain.running_var)
 
 
 def test_ties_share_the_gradient_whatever_their_order():

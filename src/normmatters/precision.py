@@ -365,7 +365,7 @@ class _Rule:
         return s, _hypotenuse(s, _rounded(math.sqrt(self.eps), acc), acc)
 
     def slope(self, x: Tensor, deviation: Tensor, x_hat: Tensor) -> tuple[Tensor, Tensor, bool]:
-        """e, proportional to ∂statistic/∂(deviation), its sum over the row, and whether e holds the 1/n of a mean.
+        """e, its sum over the row, and whether the statistic is a mean over all: its slope is then e/n, otherwise e.
 
         Where elements tie for the extreme they share its gradient, so that no order of elements matters.
         """

@@ -5,11 +5,13 @@ leave the results in files, which the tests below compare case by case.
 """
 
 import math
+import os
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from filelock import FileLock  # comes with torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -181,8 +183,14 @@ def process(rank, folder):
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """results[world][rank][case]"""
-    folder = str(tmp_path_factory.mktemp("sync"))
-    mp.spawn(process, (folder,), nprocs=3)
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:  # the workers of pytest-xdist share one run
+        folder = folder.parent
+    folder = folder / "sync"
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            folder.mkdir()
+            mp.spawn(process, (str(folder),), nprocs=3)
     ranks = [torch.load(f"{folder}/{rank}.pt", weights_only=True) for rank in range(3)]
     return {3: [rank["3"] for rank in ranks], 2: [rank["2"] for rank in ranks[:2]], 1: [ranks[2]]}
 
