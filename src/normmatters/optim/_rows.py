@@ -57,6 +57,11 @@ def channel_norms(w: Tensor, dim: int | None = 0, *, out: Tensor | None = None) 
     return out
 
 
+def shaped(row: Tensor, w: Tensor, dim: int | None) -> Tensor:
+    """`row` `[channels]` as a view that broadcasts against `w`; `dim` may count from the end."""
+    return row.view([-1 if d == dim % w.ndim else 1 for d in range(w.ndim)] if dim is not None else [1] * w.ndim)
+
+
 def effective_step_size(w: Tensor, lr: float | Tensor, dim: int | None = 0, *, exponent: float = 2.0) -> Tensor:
     """Effective step size η/‖w‖² of every channel: how far a gradient step turns a scale-invariant weight (F2).
 
@@ -79,7 +84,7 @@ def triangle_angle(a: Tensor, b: Tensor, d: Tensor) -> Tensor:
     """Angle between two vectors from their lengths `a`, `b` and distance `d`.
 
     tan²(θ/2) = (d² − (a−b)²)/((a+b)² − d²). Factored, it keeps its digits at the tiny angles of one training step,
-    where the arc cosine of a dot product in float32 returns noise.
+    where the arc cosine of a dot product in float32 returns noise; a and b must be of nearly one size for that.
     """
     opposite = ((d - (a - b)) * (d + (a - b))).clamp(min=0).sqrt()
     adjacent = ((a + b - d) * (a + b + d)).clamp(min=0).sqrt()
@@ -94,15 +99,16 @@ def angular_update(before: Tensor, after: Tensor, dim: int | None = 0) -> Tensor
         dim: channel dimension; `None` for the whole layer.
 
     Returns:
-        `[channels]`, in [0, π]; 0 where either channel has norm zero.
+        `[channels]`, in [0, π]; nan where either channel has norm zero.
 
     >>> angular_update(torch.tensor([[1.0, 0.0]]), torch.tensor([[1.0, 1.0]]))
     tensor([0.7854])
     """
     if before.shape != after.shape:
         raise ValueError(f"before and after must have one shape, got {tuple(before.shape)} and {tuple(after.shape)}")
-    before, after = before.detach(), after.detach()
-    return triangle_angle(channel_norms(before, dim), channel_norms(after, dim), channel_norms(after - before, dim))
+    # Kahan's form on unit vectors: no digit is lost at small angles, nor where the norm changes much.
+    one, two = (w.detach().to(_work_dtype(w)) / shaped(channel_norms(w.detach(), dim), w, dim) for w in (before, after))
+    return 2 * torch.atan2(channel_norms(two - one, dim), channel_norms(two + one, dim))
 
 
 @runtime_checkable
@@ -208,13 +214,8 @@ class Channels:
 
     def broadcast(self, row: Tensor) -> list[Tensor]:
         """Views of `row` that broadcast against the weights."""
-        shaped = []
-        for w, dim, part in zip(self.weights, self.dims, row.split(self.sizes)):
-            shape = [1] * w.ndim
-            if dim is not None:
-                shape[dim] = -1
-            shaped.append(part.view(shape).to(w.device))
-        return shaped
+        parts = zip(self.weights, self.dims, row.split(self.sizes))
+        return [shaped(part, w, dim).to(w.device) for w, dim, part in parts]
 
     def check_nonzero(self, row: Tensor, what: str) -> None:
         """Raise where `row` holds a zero or non-finite norm: a direction is not defined there."""

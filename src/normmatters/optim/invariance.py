@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from normmatters.optim._rows import plain_name
+from normmatters.optim._rows import plain_name, shaped
 
 __all__ = ["Invariance", "ScaleInvariantParameters", "scale_invariant_parameters", "split_parameters"]
 
@@ -226,15 +226,11 @@ class _Probe:
         factor = torch.where(mask.cpu(), 2.0**powers, 1.0)
         saved = [t.clone() for t in tensors]
         for t, dim in zip(tensors, dims):
-            t.mul_(_shaped(factor, t, dim).to(t))
+            t.mul_(shaped(factor, t, dim).to(t))
         difference = (self.output() - self.base).abs().max() / self.rms
         for t, value in zip(tensors, saved):
             t.copy_(value)
         return difference.nan_to_num(nan=math.inf).item()
-
-
-def _shaped(row: Tensor, t: Tensor, dim: int | None) -> Tensor:
-    return row.view([-1 if d == dim else 1 for d in range(t.ndim)]) if dim is not None else row.view([1] * t.ndim)
 
 
 def _per_channel(t: Tensor, dim: int | None) -> Tensor:

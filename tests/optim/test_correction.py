@@ -1,0 +1,299 @@
+"""StepSizeCorrection: Eq. 5 is exact where it can be, and an optimizer like any other."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from optim_nets import INVARIANT, batch, convnet, directions, groups, train
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import MultiStepLR
+
+from normmatters.optim import NormRecorder, Recording, StepSizeCorrection, channel_norms, scale_invariant_parameters
+
+STEPS, DROP = 300, 150
+
+
+def reference(decay: float, steps: int = STEPS, momentum: float = 0.0) -> tuple[Recording, list[Tensor]]:
+    """A run with weight decay: its recording and the directions after every step."""
+    model = convnet()
+    optimizer = torch.optim.SGD(groups(model, decay), lr=0.1, momentum=momentum)
+    scheduler = MultiStepLR(optimizer, [DROP])
+    recorder = NormRecorder(scale_invariant_parameters(model, batch(0)[0]), optimizer, angle=False)
+    trajectory: list[Tensor] = []
+
+    def after(t: int) -> None:
+        scheduler.step()
+        trajectory.append(directions(model))
+        if t % 50 == 49:
+            recorder.end_epoch()
+
+    train(model, optimizer, range(steps), after)
+    return recorder.recording(), trajectory
+
+
+@pytest.fixture(scope="module")
+def strong() -> tuple[Recording, list[Tensor]]:
+    return reference(5e-2)
+
+
+def distance(optimizer: torch.optim.Optimizer, model: nn.Module, trajectory: list[Tensor]) -> Tensor:
+    """Largest deviation of the directions from the reference, at every step."""
+    scheduler = MultiStepLR(optimizer, [DROP])
+    gaps: list[Tensor] = []
+
+    def after(t: int) -> None:
+        scheduler.step()
+        gaps.append((directions(model) - trajectory[t]).abs().max())
+
+    train(model, optimizer, range(len(trajectory)), after)
+    return torch.stack(gaps)
+
+
+@pytest.mark.parametrize("decay", [5e-4, 5e-3, 5e-2])
+def test_exact_form_gives_the_directions_of_weight_decay(decay: float, strong: tuple[Recording, list[Tensor]]) -> None:
+    recording, trajectory = strong if decay == 5e-2 else reference(decay)
+    model = convnet()
+    optimizer = StepSizeCorrection(torch.optim.SGD(groups(model, 0.0), lr=0.1), recording, form="exact")
+    assert distance(optimizer, model, trajectory).max() < 1e-10
+    if decay == 5e-2:  # the norms did part, so the test could have failed
+        assert (optimizer.ratio["0.weight"] > 4).all()
+
+
+def test_paper_form_comes_closer_the_shorter_its_epochs(strong: tuple[Recording, list[Tensor]]) -> None:
+    recording, trajectory = strong
+
+    def last_gap(epoch: int) -> float:
+        model = convnet()
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(groups(model, 0.0), lr=0.1)
+        if epoch:
+            ends = tuple(range(epoch, STEPS + 1, epoch))
+            optimizer = StepSizeCorrection(optimizer, dataclasses.replace(recording, epoch_ends=ends))
+        return distance(optimizer, model, trajectory)[-1].item()
+
+    uncorrected, coarse, fine = last_gap(0), last_gap(50), last_gap(2)
+    assert fine < 0.2 * coarse
+    assert coarse < uncorrected
+
+
+def test_paper_form_is_eq_5(strong: tuple[Recording, list[Tensor]]) -> None:
+    model = convnet()
+    optimizer = StepSizeCorrection(torch.optim.SGD(groups(model, 0.0), lr=0.1), strong[0])
+    train(model, optimizer, range(52))
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    train(model, optimizer, range(52, 53))
+    for name in INVARIANT:  # step 52 is part of the second epoch, which ended at step 100
+        expected = channel_norms(before[name]) ** 2 / strong[0].norms[name][100] ** 2
+        torch.testing.assert_close(optimizer.ratio[name], expected, rtol=1e-12, atol=0)
+
+
+def test_paper_form_changes_norms_at_the_epochs_boundary(strong: tuple[Recording, list[Tensor]]) -> None:
+    rows = strong[0].rows_by_step("paper")
+    assert len(rows) == STEPS + 1
+    assert rows[[0, 49, 50, 99, 299, 300]].tolist() == [50, 50, 100, 100, 300, 300]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+        (torch.optim.SGD, {"momentum": 0.9, "foreach": True}),
+        (torch.optim.AdamW, {"weight_decay": 0.0}),
+        (torch.optim.RMSprop, {}),
+        (torch.optim.LBFGS, {"max_iter": 2}),
+    ],
+)
+def test_scales_the_update_of_any_optimizer(
+    kind: Any, options: dict[str, Any], strong: tuple[Recording, list[Tensor]]
+) -> None:
+    """One corrected step is the plain step times the ratio, and the others' steps are plain."""
+    recording, _ = strong
+    exponent = 1.0 if kind in (torch.optim.AdamW, torch.optim.RMSprop) else 2.0
+    plain, model = convnet(), convnet()
+    named = dict(model.named_parameters())
+    inner = kind(model.parameters(), lr=1e-2, **options)
+    optimizer = StepSizeCorrection(inner, recording, {n: named[n] for n in INVARIANT})
+    other = kind(plain.parameters(), lr=1e-2, **options)
+    before = {n: p.detach().clone() for n, p in named.items()}
+
+    def closure(net: nn.Module, opt: torch.optim.Optimizer) -> Any:
+        def evaluate() -> Tensor:
+            opt.zero_grad()
+            images, labels = batch(0)
+            loss = nn.functional.cross_entropy(net(images), labels)
+            loss.backward()
+            return loss
+
+        return evaluate
+
+    loss = optimizer.step(closure(model, optimizer))
+    assert loss.item() == other.step(closure(plain, other)).item()
+    for name, p in plain.named_parameters():
+        update = p.detach() - before[name]
+        if name in INVARIANT:
+            ratio = (channel_norms(before[name]) / recording.norms[name][50]) ** exponent
+            update = update * ratio.view(-1, *[1] * (update.ndim - 1))
+        torch.testing.assert_close(named[name].detach() - before[name], update, rtol=1e-9, atol=1e-14)
+
+
+def test_momentum_state_stays_the_optimizers_own(strong: tuple[Recording, list[Tensor]]) -> None:
+    model = convnet()
+    inner = torch.optim.SGD(groups(model, 0.0), lr=0.1, momentum=0.9)
+    optimizer = StepSizeCorrection(inner, strong[0])
+    train(model, optimizer, range(1))
+    for p in model.parameters():
+        if p.grad is not None and p.ndim > 1 and p.shape[0] != 4:
+            assert torch.equal(optimizer.state[p]["momentum_buffer"], p.grad)
+
+
+def test_resume_is_bit_for_bit(strong: tuple[Recording, list[Tensor]], tmp_path: Path) -> None:
+    def fresh() -> tuple[nn.Module, StepSizeCorrection, MultiStepLR]:
+        model = convnet()
+        inner = torch.optim.SGD(groups(model, 0.0), lr=0.1, momentum=0.9)
+        optimizer = StepSizeCorrection(inner, strong[0], form="exact")
+        return model, optimizer, MultiStepLR(optimizer, [5])
+
+    model, optimizer, scheduler = fresh()
+    train(model, optimizer, range(12), lambda _: scheduler.step())
+    expected = copy.deepcopy(model.state_dict())
+    model, optimizer, scheduler = fresh()
+    train(model, optimizer, range(7), lambda _: scheduler.step())
+    torch.save([part.state_dict() for part in (model, optimizer, scheduler)], tmp_path / "checkpoint")
+    resumed = fresh()
+    for part, state in zip(resumed, torch.load(tmp_path / "checkpoint", weights_only=True)):
+        part.load_state_dict(state)
+    model, optimizer, scheduler = resumed
+    assert optimizer.param_groups is optimizer.optimizer.param_groups
+    train(model, optimizer, range(7, 12), lambda _: scheduler.step())
+    assert all(torch.equal(v, expected[k]) for k, v in model.state_dict().items())
+    with pytest.raises(ValueError, match="not a state of StepSizeCorrection"):
+        optimizer.load_state_dict(optimizer.optimizer.state_dict())
+    wrong = optimizer.state_dict()
+    wrong["StepSizeCorrection"] = {**wrong["StepSizeCorrection"], "form": "paper"}
+    with pytest.raises(ValueError, match="made with form 'paper'"):
+        optimizer.load_state_dict(wrong)
+
+
+def test_grad_scaler_hooks_copies_and_groups(strong: tuple[Recording, list[Tensor]]) -> None:
+    model = convnet()
+    optimizer = StepSizeCorrection(torch.optim.SGD(groups(model, 0.0), lr=0.1), strong[0])
+    calls: list[int] = []
+    optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    twin = convnet()
+    unscaled = StepSizeCorrection(torch.optim.SGD(groups(twin, 0.0), lr=0.1), strong[0])
+    for t in range(3):
+        images, labels = batch(t)
+        optimizer.zero_grad()
+        scaler.scale(nn.functional.cross_entropy(model(images), labels)).backward()
+        if t == 1:
+            model[3].weight.grad[0] = float("nan")
+        scaler.step(optimizer)
+        scaler.update()
+        train(twin, unscaled, range(t, t + 1)) if t != 1 else twin(images)
+    assert len(calls) == 2
+    assert optimizer.state_dict()["StepSizeCorrection"]["step"] == 2
+    torch.testing.assert_close(directions(model), directions(twin), rtol=1e-12, atol=1e-14)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert "StepSizeCorrection(SGD" in repr(optimizer)
+    both = copy.deepcopy([model, optimizer])
+    train(both[0], both[1], range(3, 4))
+    train(model, optimizer, range(3, 4))
+    assert torch.equal(directions(both[0]), directions(model))
+    optimizer.add_param_group({"params": [("extra", nn.Parameter(torch.ones(2)))]})
+    assert len(optimizer.optimizer.param_groups) == 3
+
+
+def altered(recording: Recording, name: str, **changes: Any) -> Recording:
+    return dataclasses.replace(recording, **{k: {**getattr(recording, k), name: v} for k, v in changes.items()})
+
+
+def test_errors_name_the_parameter_and_change_nothing(strong: tuple[Recording, list[Tensor]]) -> None:
+    recording, _ = strong
+    model = convnet()
+    named = {n: dict(model.named_parameters())[n] for n in INVARIANT}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = copy.deepcopy(model.state_dict())
+
+    def fails(
+        message: str, rec: Recording = recording, parameters: Any = named, opt: Any = optimizer, **kw: Any
+    ) -> None:
+        with pytest.raises((ValueError, TypeError), match=message):
+            StepSizeCorrection(opt, rec, parameters, **kw)
+
+    fails("does not know the names", parameters=None)
+    fails("has no '11.weight'", parameters={"11.weight": model[11].weight})
+    fails("'0.weight' .* never tested", rec=dataclasses.replace(recording, tested=False), parameters=model)
+    other = nn.Sequential(nn.Conv2d(1, 7, 3), nn.BatchNorm2d(7))
+    fails(r"another model: '0.weight' was \(6, 1, 3, 3\) there and is \(7, 1, 3, 3\)", parameters=other)
+    fails("another model: it has '3.weight'", parameters=nn.Sequential(model[0]))
+    zero = recording.norms["3.weight"].clone()
+    zero[50, 2] = 0
+    fails("recorded norm of channel 2 of '3.weight' must be positive", rec=altered(recording, "3.weight", norms=zero))
+    with pytest.raises(ValueError, match=r"norms of '3.weight' .* must be \[301, 8\], got \[301, 5\]"):
+        altered(recording, "3.weight", norms=zero[:, :5])
+    with pytest.raises(ValueError, match=r"norms of '3.weight' .* got \[200, 8\]"):
+        altered(recording, "3.weight", norms=zero[:200])
+    fails("form must be", form="approximate")
+    fails(
+        "'0.weight' must be trained without weight decay",
+        opt=torch.optim.SGD(model.parameters(), 0.1, weight_decay=0.1),
+    )
+    fails("must be a torch.optim.Optimizer", opt=model)
+    fails("does not hold '3.weight'", opt=torch.optim.SGD(model[0].parameters(), lr=0.1))
+    fails("no epochs: call recorder.end_epoch", rec=dataclasses.replace(recording, epoch_ends=()))
+    steps = recording.steps.clone()
+    steps[-1] += 1
+    fails('record with every="step"', rec=dataclasses.replace(recording, steps=steps), form="exact")
+    fails("below 1", rec=dataclasses.replace(recording, weight_decay=recording.weight_decay * 1e4), form="exact")
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    with torch.no_grad():
+        model[3].weight[1] = 0
+    fails("the norm of channel 1 of '3.weight' must be positive")
+
+
+def test_the_end_of_the_recording_is_an_error_before_the_step(strong: tuple[Recording, list[Tensor]]) -> None:
+    model = convnet()
+    recording = dataclasses.replace(strong[0], epoch_ends=(1,))
+    optimizer = StepSizeCorrection(torch.optim.SGD(groups(model, 0.0), lr=0.1), recording)
+    train(model, optimizer, range(1))
+    before = directions(model)
+    with pytest.raises(ValueError, match="holds 1 steps, all of them were taken"):
+        train(model, optimizer, range(1, 2))
+    assert torch.equal(before, directions(model))
+
+
+@pytest.mark.gpu
+def test_cuda_graph_steps_through_the_recording(strong: tuple[Recording, list[Tensor]]) -> None:
+    recording, _ = strong
+
+    def build() -> tuple[nn.Module, StepSizeCorrection]:
+        model = convnet().cuda()
+        return model, StepSizeCorrection(torch.optim.SGD(groups(model, 0.0), lr=0.1), recording, form="exact")
+
+    images, labels = (t.cuda() for t in batch(0))
+
+    def step(model: nn.Module, optimizer: StepSizeCorrection) -> None:
+        optimizer.zero_grad(set_to_none=False)
+        nn.functional.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+
+    eager, captured = build(), build()
+    for _ in range(8):
+        step(*eager)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step(*captured)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step(*captured)
+    for _ in range(5):
+        graph.replay()
+    assert captured[1].state_dict()["StepSizeCorrection"]["step"] == 8
+    torch.testing.assert_close(directions(captured[0]), directions(eager[0]), rtol=1e-9, atol=1e-11)

@@ -1,0 +1,186 @@
+"""scale_invariant_parameters: right on architectures whose answer is known, and it touches nothing."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from optim_nets import INVARIANT, batch, convnet
+from torch import Tensor, nn
+from torch.nn.functional import layer_norm, relu
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+
+from normmatters.optim import scale_invariant_parameters, split_parameters
+from normmatters.optim.invariance import _bisect
+
+
+class Zoo(nn.Module):
+    """One of each kind of layer before one of each kind of normalization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.grouped, self.gn = nn.Conv2d(8, 8, 3, padding=1, groups=4, bias=False), nn.GroupNorm(2, 8)
+        self.up, self.bn_up = nn.ConvTranspose2d(8, 6, 2, stride=2, groups=2), nn.BatchNorm2d(6)
+        self.before_relu, self.bn_relu = nn.Conv2d(6, 4, 1), nn.BatchNorm2d(4)
+        self.to_ln, self.ln = nn.Linear(4, 16), nn.LayerNorm(16)
+        self.to_functional = nn.Linear(16, 16)
+        self.dropout, self.tanh = nn.Dropout(0.2), nn.Linear(16, 16)
+        self.part, self.part_bn = nn.Linear(16, 10), nn.BatchNorm1d(5)
+        self.last, self.unused = nn.Linear(16, 5), nn.Linear(2, 2)
+        nn.init.zeros_(self.to_ln.bias)
+
+    def forward(self, x: Tensor) -> dict[str, tuple[Tensor, ...]]:
+        x = relu(self.bn(self.conv(x)))
+        x = relu(self.gn(self.grouped(x)))
+        x = relu(self.bn_up(self.up(x)))
+        x = self.bn_relu(relu(self.before_relu(x))).mean((2, 3))
+        x = self.dropout(self.ln(self.to_ln(x)))
+        x = layer_norm(relu(self.to_functional(x)), (16,))  # an eps that no attribute shows
+        x = torch.tanh(3 * self.tanh(x))
+        part = self.part(x)
+        return {"a": (self.last(x), torch.cat([self.part_bn(part[:, :5]), part[:, 5:]], 1))}
+
+
+@pytest.fixture(scope="module")
+def images() -> Tensor:
+    return torch.randn(16, 3, 8, 8, generator=torch.Generator().manual_seed(3))
+
+
+def test_every_kind_of_layer(images: Tensor) -> None:
+    torch.manual_seed(0)
+    result = scale_invariant_parameters(Zoo(), images)
+    assert {n: result[n].granularity for n in result} == {
+        "conv.weight": "channel",
+        "grouped.weight": "tensor",  # a group norm spans channels
+        "up.weight": "channel",
+    }
+    assert result.dims == {"conv.weight": 0, "grouped.weight": None, "up.weight": 1}
+    joint = {n: (one.granularity, one.jointly_with) for n, one in result.found.items() if one.jointly_with}
+    assert joint["before_relu.weight"] == ("channel", ("before_relu.bias",))
+    assert joint["to_ln.weight"] == ("tensor", ("to_ln.bias",))  # although the bias is zero now
+    assert joint["to_functional.weight"] == ("tensor", ("to_functional.bias",))
+    assert joint["bn.weight"] == ("tensor", ("bn.bias",))  # affine, relu, conv, group norm
+    part = result["part.weight"]
+    assert part.granularity == "channel"
+    assert part.mask.tolist() == [True] * 5 + [False] * 5
+    assert "part.weight" not in result
+    for name in ("conv.bias", "up.bias", "unused.weight", "unused.bias"):
+        assert not result[name].influence
+    for name in ("tanh.weight", "last.weight", "ln.weight", "bn_relu.weight"):
+        assert result[name].granularity is None
+        assert result[name].influence
+    assert all(result[n].cosine < 1e-10 and result[n].change < 1e-10 for n in result)
+    table = str(result)
+    assert "part.weight" in table
+    assert "channel, dim 0, 5 of 10" in table
+    assert "tensor, with to_ln.bias" in table
+
+
+class Sequences(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.columns = nn.Embedding(20, 12), nn.Embedding(20, 8)
+        self.ln, self.bn, self.lstm = nn.LayerNorm(12), nn.BatchNorm1d(8), nn.LSTM(12, 8, batch_first=True)
+
+    def forward(self, tokens: Tensor, scale: float) -> Tensor:
+        states, _ = self.lstm(self.ln(self.rows(tokens)))
+        return scale * states + self.bn(self.columns(tokens).transpose(1, 2)).transpose(1, 2)
+
+
+@pytest.mark.parametrize("as_dict", [False, True])
+def test_embeddings_and_lstm_with_tuple_and_dict_inputs(as_dict: bool) -> None:
+    torch.manual_seed(0)
+    tokens = torch.randint(0, 15, (8, 6))  # five tokens never occur
+    given = {"tokens": tokens, "scale": 2.0} if as_dict else (tokens, 2.0)
+    result = scale_invariant_parameters(Sequences(), given)
+    assert result.dims == {"rows.weight": 0, "columns.weight": 1}
+
+
+def test_parametrized_weights_are_invariant_by_construction() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(weight_norm(nn.Linear(5, 6)), nn.ReLU(), spectral_norm(nn.Linear(6, 4)), nn.Tanh())
+    result = scale_invariant_parameters(model, torch.randn(8, 5))
+    assert result.dims == {"0.parametrizations.weight.original1": 0, "2.parametrizations.weight.original": None}
+
+
+def test_zero_initialised_residual_branch_is_seen() -> None:
+    torch.manual_seed(0)
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.bn = nn.Linear(6, 6), nn.BatchNorm1d(6)
+            nn.init.zeros_(self.bn.weight)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.bn(self.fc(x))
+
+    assert list(scale_invariant_parameters(Block(), torch.randn(8, 6))) == ["fc.weight"]
+
+
+def test_leaves_model_and_random_state_untouched(images: Tensor) -> None:
+    torch.manual_seed(0)
+    model = Zoo()
+    model.eval()
+    model.bn.train()
+    model.last.weight.requires_grad_(False)
+    model.conv.weight.grad = torch.ones_like(model.conv.weight)
+    before = copy.deepcopy(model.state_dict())
+    modes = [m.training for m in model.modules()]
+    random = torch.get_rng_state()
+    scale_invariant_parameters(model, images)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert [m.training for m in model.modules()] == modes
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, before[key]), key
+        assert value.dtype == before[key].dtype
+    assert [n for n, p in model.named_parameters() if not p.requires_grad] == ["last.weight"]
+    assert [n for n, p in model.named_parameters() if p.grad is not None] == ["conv.weight"]
+    assert model.conv.weight.grad.eq(1).all()
+    assert model.bn.eps == 1e-5
+
+
+def test_result_gives_the_models_own_parameters_and_groups() -> None:
+    model = convnet()
+    result = scale_invariant_parameters(model, batch(0)[0])
+    assert list(result) == INVARIANT
+    assert len(result) == 3
+    named = dict(model.named_parameters())
+    assert all(p is named[n] for n, p in result.named_parameters())
+    assert [id(p) for p in result.parameters()] == [id(named[n]) for n in INVARIANT]
+    first, second = split_parameters(model, batch(0)[0])
+    assert [n for n, _ in first["params"]] == INVARIANT
+    assert len(first["params"]) + len(second["params"]) == len(named)
+    optimizer = torch.optim.SGD([first | {"weight_decay": 0.0}, second], lr=0.1)
+    assert optimizer.param_groups[0]["param_names"] == INVARIANT
+
+
+def test_bisection_finds_exactly_the_channels_that_change_nothing() -> None:
+    good = torch.tensor([True, False, True, True, False, True, True])
+
+    def change(mask: Tensor) -> float:
+        return float((mask & ~good).any())
+
+    assert torch.equal(_bisect(change, torch.ones(7, dtype=torch.bool), 1e-3), good)
+
+
+def test_bad_input_is_named() -> None:
+    model = convnet()
+    with pytest.raises(TypeError, match=r"must be a torch\.nn\.Module, got Tensor"):
+        scale_invariant_parameters(torch.ones(2), torch.ones(2))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="tol must lie"):
+        scale_invariant_parameters(model, batch(0)[0], tol=0.0)
+    with pytest.raises(ValueError, match="finite, non-zero"):
+        scale_invariant_parameters(model, batch(0)[0] * float("nan"))
+
+    class Counting(nn.Linear):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            Counting.calls += 1
+            return super().forward(x) * Counting.calls
+
+    with pytest.raises(ValueError, match="different outputs"):
+        scale_invariant_parameters(Counting(3, 2), torch.randn(4, 3))

@@ -1,0 +1,352 @@
+"""NormRecorder and Recording: right numbers, on disk and back, resumed bit for bit, cheap."""
+
+from __future__ import annotations
+
+import builtins
+import dataclasses
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from optim_nets import INVARIANT, batch, convnet, groups, train
+from torch import nn
+from torch.optim.lr_scheduler import MultiStepLR
+
+from normmatters.optim import (
+    NormRecorder,
+    Recording,
+    angular_update,
+    channel_norms,
+    effective_step_size,
+    scale_invariant_parameters,
+)
+from normmatters.optim import recorder as recorder_module
+
+
+def sgd(model: nn.Module, **options: Any) -> torch.optim.SGD:
+    return torch.optim.SGD(groups(model, 1e-3), **{"lr": 0.1, "momentum": 0.9} | options)
+
+
+@pytest.fixture(scope="module")
+def run() -> tuple[Recording, list[dict[str, torch.Tensor]]]:
+    """12 steps in 3 epochs, an LR drop after 8, and the weights themselves before each step and at the end."""
+    model = convnet()
+    optimizer = sgd(model)
+    scheduler = MultiStepLR(optimizer, [8])
+    invariant = scale_invariant_parameters(model, batch(0)[0])
+    recorder = NormRecorder(invariant, optimizer, metadata={"model": "convnet"})
+    weights = [{n: p.detach().clone() for n, p in model.named_parameters()}]
+
+    def after(t: int) -> None:
+        scheduler.step()
+        weights.append({n: p.detach().clone() for n, p in model.named_parameters()})
+        if t % 4 == 3:
+            recorder.end_epoch()
+
+    train(model, optimizer, range(12), after)
+    return recorder.recording(), weights
+
+
+def test_norms_angles_and_step_sizes(run: tuple[Recording, list[dict[str, torch.Tensor]]]) -> None:
+    recording, weights = run
+    assert recording.names == INVARIANT
+    assert recording.steps.tolist() == list(range(13))
+    assert recording.epoch_ends == (4, 8, 12)
+    assert recording.steps_per_epoch == 4
+    lrs = [0.1] * 8 + [0.1 * 0.1] * 4
+    for name in INVARIANT:
+        assert recording.learning_rate(name).tolist() == pytest.approx(lrs, rel=1e-15)
+        for t, lr in enumerate(lrs):
+            before, after = weights[t][name], weights[t + 1][name]
+            torch.testing.assert_close(recording.norms[name][t], channel_norms(before), rtol=1e-14, atol=0)
+            torch.testing.assert_close(recording.angles[name][t], angular_update(before, after), rtol=1e-7, atol=0)
+            ours = recording.effective_step_size(name)[t]
+            torch.testing.assert_close(ours, effective_step_size(before, lr), rtol=1e-13, atol=0)
+            layer = recording.effective_step_size(name, layer=True)[t]
+            torch.testing.assert_close(layer[None], effective_step_size(before, lr, None), rtol=1e-13, atol=0)
+            whole = recording.angle(name, layer=True)[t]
+            torch.testing.assert_close(whole[None], angular_update(before, after, None), rtol=1e-7, atol=0)
+        assert torch.equal(recording.at_epochs(name), recording.norms[name][[4, 8, 12]])
+    assert recording.weight_decay.eq(1e-3).all()
+
+
+@pytest.mark.parametrize(("every", "steps"), [(5, [0, 5, 10]), ("epoch", [0, 4, 8, 12])])
+def test_coarser_records_are_rows_of_the_fine_one(
+    run: tuple[Recording, list[dict[str, torch.Tensor]]], every: Any, steps: list[int]
+) -> None:
+    fine, weights = run
+    model = convnet()
+    optimizer = sgd(model)
+    scheduler = MultiStepLR(optimizer, [8])
+    recorder = NormRecorder({n: dict(model.named_parameters())[n] for n in INVARIANT}, optimizer, every=every)
+
+    def after(t: int) -> None:
+        scheduler.step()
+        if t % 4 == 3 and every == "epoch":
+            recorder.end_epoch()
+
+    train(model, optimizer, range(12), after)
+    recording = recorder.recording()
+    assert recording.steps.tolist() == steps
+    for name in INVARIANT:
+        assert torch.equal(recording.norms[name], fine.norms[name][steps])
+        turned = angular_update(weights[steps[1]][name], weights[steps[2]][name])
+        torch.testing.assert_close(recording.angles[name][1], turned, rtol=1e-7, atol=0)
+
+
+def test_save_and_load_bit_for_bit(run: tuple[Recording, list[dict[str, torch.Tensor]]], tmp_path: Path) -> None:
+    recording, _ = run
+    recording.save(tmp_path / "run.safetensors")
+    loaded = Recording.load(tmp_path / "run.safetensors")
+    for item in dataclasses.fields(Recording):
+        mine, theirs = getattr(recording, item.name), getattr(loaded, item.name)
+        if item.name in ("norms", "angles"):
+            assert list(mine) == list(theirs)
+            assert all(torch.equal(mine[n], theirs[n]) for n in mine)
+        elif isinstance(mine, torch.Tensor):
+            assert torch.equal(mine, theirs)
+        else:
+            assert mine == theirs, item.name
+    assert loaded.signature == recording.signature
+    assert loaded.tested
+    assert loaded.metadata["model"] == "convnet"
+
+
+def test_load_refuses_other_and_damaged_files(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file({"x": torch.ones(1)}, tmp_path / "other.safetensors")
+    with pytest.raises(ValueError, match=r"is not a normmatters\.recording"):
+        Recording.load(tmp_path / "other.safetensors")
+    header = {
+        "format": "normmatters.recording",
+        "version": "1",
+        "parameters": '{"w": [[2, 3], 0, null]}',
+        "signature": "",
+        "epoch_ends": "[]",
+        "tested": "false",
+        "metadata": "{}",
+    }
+    tensors = {"steps": torch.arange(2), "lr": torch.zeros(1, 0), "weight_decay": torch.zeros(1, 0)}
+    save_file(tensors, tmp_path / "lost.safetensors", metadata=header)
+    with pytest.raises(ValueError, match="describes 'w' and holds no norms"):
+        Recording.load(tmp_path / "lost.safetensors")
+    save_file(tensors | {"norm/w": torch.ones(2, 1)}, tmp_path / "narrow.safetensors", metadata=header)
+    with pytest.raises(ValueError, match=r"norms of 'w' .* must be \[2, 2\], got \[2, 1\]"):
+        Recording.load(tmp_path / "narrow.safetensors")
+    save_file(tensors | {"norm/w": torch.ones(2, 2)}, tmp_path / "forged.safetensors", metadata=header)
+    with pytest.raises(ValueError, match="signature"):
+        Recording.load(tmp_path / "forged.safetensors")
+
+
+@pytest.mark.parametrize("every", ["step", 3])
+def test_resume_in_mid_run_is_bit_for_bit(every: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder_module, "_CHUNK", 4)  # so that the run crosses chunks
+
+    def fresh() -> tuple[nn.Module, torch.optim.Optimizer, NormRecorder]:
+        model = convnet(torch.float32)
+        optimizer = sgd(model)
+        return model, optimizer, NormRecorder(model, optimizer, every=every)
+
+    model, optimizer, whole = fresh()
+    train(model, optimizer, range(14))
+    model, optimizer, first = fresh()
+    train(model, optimizer, range(7))
+    torch.save([model.state_dict(), optimizer.state_dict(), first.state_dict()], tmp_path / "checkpoint")
+    model, optimizer, second = fresh()
+    for part, state in zip((model, optimizer, second), torch.load(tmp_path / "checkpoint", weights_only=True)):
+        part.load_state_dict(state)
+    train(model, optimizer, range(7, 14))
+    one, two = whole.recording(), second.recording()
+    assert torch.equal(one.steps, two.steps)
+    assert torch.equal(one.lr, two.lr)
+    for name in one.names:
+        assert torch.equal(one.norms[name], two.norms[name])
+        assert torch.equal(one.angles[name], two.angles[name])
+
+
+def test_capacity_records_the_same_and_reports_overflow() -> None:
+    recordings = []
+    for capacity in (None, 6):
+        model = convnet(torch.float32)
+        optimizer = sgd(model, lr=torch.tensor(0.1))
+        recorder = NormRecorder(model, optimizer, capacity=capacity)
+        train(model, optimizer, range(5))
+        recorder.end_epoch()
+        recordings.append(recorder.recording())
+    one, two = recordings
+    assert torch.equal(one.lr, two.lr)
+    assert one.epoch_ends == two.epoch_ends == (5,)
+    assert all(torch.equal(one.norms[n], two.norms[n]) and torch.equal(one.angles[n], two.angles[n]) for n in one.names)
+    train(model, optimizer, range(5, 6))
+    with pytest.raises(ValueError, match=r"7 rows were recorded, capacity=6"):
+        recorder.recording()
+
+
+def test_module_without_optimizer_and_transposed_convolutions() -> None:
+    model = nn.Sequential(nn.ConvTranspose2d(2, 3, 2), nn.Conv2d(3, 4, 1))
+    recorder = NormRecorder(model, angle=False)
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    recorder.step()
+    recording = recorder.recording()
+    assert recording.dims == {"0.weight": 1, "1.weight": 0}
+    torch.testing.assert_close(recording.norms["0.weight"][1], channel_norms(model[0].weight.detach(), 1))
+    torch.testing.assert_close(recording.norms["0.weight"][1], 2 * recording.norms["0.weight"][0])
+    with pytest.raises(ValueError, match="without an optimizer"):
+        recording.effective_step_size("0.weight")
+    with pytest.raises(ValueError, match="without angles"):
+        recording.angle("0.weight")
+
+
+def test_skipped_amp_steps_are_not_recorded() -> None:
+    model = convnet(torch.float32)
+    optimizer = sgd(model)
+    recorder = NormRecorder(model, optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for t in range(3):
+        images, labels = batch(t, torch.float32)
+        optimizer.zero_grad()
+        scaler.scale(nn.functional.cross_entropy(model(images), labels)).backward()
+        if t == 1:
+            model[0].weight.grad[0, 0, 0, 0] = float("inf")
+        scaler.step(optimizer)
+        scaler.update()
+    assert recorder.steps == 2
+    assert len(recorder.recording().steps) == 3
+
+
+def test_names_are_plain_under_compile_prefixes_and_removal_stops_recording() -> None:
+    model = convnet(torch.float32)
+    wrapped = nn.DataParallel(model)
+    optimizer = sgd(model)
+    recorder = NormRecorder(wrapped, optimizer)
+    train(model, optimizer, range(1))
+    recorder.remove()
+    train(model, optimizer, range(1, 3))
+    recording = recorder.recording()
+    assert recording.names == [*INVARIANT, "11.weight"]
+    assert len(recording.steps) == 2
+
+
+def test_tensorboard_and_plot(run: tuple[Recording, list[dict[str, torch.Tensor]]], tmp_path: Path) -> None:
+    recording, _ = run
+    written: dict[tuple[str, int], float] = {}
+
+    class Writer:
+        def add_scalar(self, tag: str, value: float, step: int) -> None:
+            written[tag, step] = value
+
+    recording.to_tensorboard(Writer(), every=4)
+    assert written["norms/norm/0.weight", 12] == recording.norm("0.weight", layer=True)[12].item()
+    median = recording.effective_step_size("3.weight")[4].median().item()
+    assert written["norms/effective_step_size/3.weight", 4] == median
+    assert written["norms/angle/8.weight", 8] == recording.angle("8.weight")[8].median().item()
+    recording.plot(tmp_path / "norms.png", names=["0.weight"])
+    assert (tmp_path / "norms.png").read_bytes()[:4] == b"\x89PNG"
+    with pytest.raises(ValueError, match="no 'nothing'"):
+        recording.plot(tmp_path / "norms.png", names=["nothing"])
+
+
+@pytest.mark.parametrize(("package", "call"), [("safetensors", "save"), ("matplotlib", "plot")])
+def test_missing_extras_say_what_to_install(
+    run: tuple[Recording, list[dict[str, torch.Tensor]]], package: str, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = builtins.__import__
+
+    def refuse(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.startswith(package):
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    for loaded in [m for m in sys.modules if m.startswith(package)]:
+        monkeypatch.delitem(sys.modules, loaded)
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    with pytest.raises(ImportError, match=r"pip install normmatters\[lab\]"):
+        getattr(run[0], call)("nowhere")
+
+
+def test_bad_input_is_named() -> None:
+    model = convnet(torch.float32)
+    optimizer = sgd(model)
+    with pytest.raises(ValueError, match="every must be"):
+        NormRecorder(model, optimizer, every=0)
+    with pytest.raises(ValueError, match="capacity needs"):
+        NormRecorder(model, optimizer, every=2, capacity=5)
+    with pytest.raises(TypeError, match=r"must be a torch.optim.Optimizer, got Linear"):
+        NormRecorder(model, model[11])
+    with pytest.raises(ValueError, match="does not hold 'stranger'"):
+        NormRecorder({"stranger": torch.ones(2, 2)}, optimizer)
+    with pytest.raises(ValueError, match=r"'w'.*dim must lie"):
+        NormRecorder({"w": torch.ones(2, 2)}, dims={"w": 2})
+    with pytest.raises(ValueError, match=r"dims names weights that are not here: \['v'\]"):
+        NormRecorder({"w": torch.ones(2, 2)}, dims={"v": 0})
+    with pytest.raises(ValueError, match="'w' must be a non-empty floating-point"):
+        NormRecorder({"w": torch.ones(2, 2, dtype=torch.int64)})
+    with pytest.raises(TypeError, match="got Tensor"):
+        NormRecorder(torch.ones(2))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"\(name, tensor\) pairs"):
+        NormRecorder(model.parameters())  # type: ignore[arg-type]
+    recorder = NormRecorder(model, optimizer)
+    with pytest.raises(ValueError, match="nothing was recorded"):
+        recorder.recording()
+    with pytest.raises(ValueError, match="no step was taken"):
+        recorder.end_epoch()
+    other = NormRecorder({"w": torch.ones(2, 2)})
+    with pytest.raises(ValueError, match="another recorder: its signature"):
+        recorder.load_state_dict(other.state_dict())
+
+
+def test_overhead_is_small_beside_a_step() -> None:
+    """A bound loose enough for a busy machine; the measured number is in docs/optim/norm_recorder.md."""
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Conv2d(32, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU()) for _ in range(4)]
+    model = nn.Sequential(nn.Conv2d(3, 32, 3), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    recorder = NormRecorder(model, optimizer)
+    images = torch.randn(16, 3, 16, 16)
+
+    def best(action: Any, times: int = 5) -> float:
+        spans = []
+        for _ in range(times):
+            start = time.perf_counter()
+            action()
+            spans.append(time.perf_counter() - start)
+        return min(spans)
+
+    step = best(lambda: model(images).square().mean().backward())
+    optimizer.step()
+    assert best(recorder._record, 20) < 0.1 * step
+
+
+@pytest.mark.gpu
+def test_cuda_graph_records_every_replay() -> None:
+    model = convnet(torch.float32).cuda()
+    optimizer = sgd(model)
+    recorder = NormRecorder(model, optimizer, capacity=32)
+    images, labels = (t.cuda() for t in batch(0, torch.float32))
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=False)
+        nn.functional.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    norms = []
+    for _ in range(4):
+        graph.replay()
+        norms.append(channel_norms(model[0].weight.detach()).cpu())
+    recording = recorder.recording()
+    assert len(recording.steps) == 8
+    torch.testing.assert_close(recording.norms["0.weight"][-4:], torch.stack(norms), rtol=1e-6, atol=0)
+    assert (recording.angles["0.weight"] > 0).all()
