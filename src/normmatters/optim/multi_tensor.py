@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import math
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ def rotate_channel_(
         dim: channel dimension; None takes the whole tensor as one channel.
 
     >>> w = torch.tensor([[1.0, 0.0]])
-    >>> rotate_channel_(w, torch.tensor([[5.0, 5.0]]), torch.ones(1, 2), torch.ones(1), math.pi / 6)
+    >>> rotate_channel_(w, torch.tensor([[5.0, 5.0]]), torch.ones(1, 2), torch.ones(1), 0.5235988)
     >>> w
     tensor([[ 0.8660, -0.5000]])
     """
@@ -91,12 +90,10 @@ def rotate_rows_triton_(
     """The Triton launch, for float32 tensors of one device whose rows are dense and of one layout."""
     from normmatters.kernels.triton.rotate_rows import RowTable  # triton is there only where GPUs are
 
-    device = weights[0].device
-    key = (device, *(w.data_ptr() for w in weights))
-    if cache.get("key", {}).get(device) != key:
-        cache.setdefault("key", {})[device] = key
-        cache.setdefault("table", {})[device] = RowTable(weights), torch.zeros((), device=device)
-    table, theta = cache["table"][device]
+    device, shapes = weights[0].device, [w.shape for w in weights]
+    if device not in cache or cache[device][0] != shapes:
+        cache[device] = shapes, RowTable(weights), torch.zeros((), device=device)
+    _, table, theta = cache[device]
     if isinstance(angle, Tensor):
         theta.copy_(angle)
     else:
@@ -117,9 +114,3 @@ def _one_layout(weight: Tensor, direction: Tensor, grad: Tensor) -> bool:
     # Any order inside the slice will do: a channels_last weight is dense in this sense.
     extent = 1 + sum((n - 1) * s for n, s in zip(weight.shape[1:], strides[1:]))
     return extent == strides[0] == weight.numel() // weight.shape[0]
-
-
-def check_angle(angle: float) -> None:
-    """Raise unless the angle is a turn of less than a right angle."""
-    if not 0 <= angle < math.pi / 2:
-        raise ValueError(f"the angle a step must be in [0, π/2) radians, got {angle}")

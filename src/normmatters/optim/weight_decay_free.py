@@ -101,11 +101,10 @@ class WeightDecayFree(Optimizer):
 
     def _check_invariance(self, index: int, group: Group) -> None:
         """A scale-invariant weight has ⟨w, ∇L⟩ = 0; look once, at a parameter's first step."""
-        new = [i for i, p in enumerate(group["params"]) if p.grad is not None and "alpha" not in self.state[p]]
-        weights = [group["params"][i].detach() for i in new]
-        for i, p in zip(new, weights):
-            # In double: a float32 sum over a large weight would already be as large as the tolerance in bad cases.
-            w, g = p.double().flatten(), group["params"][i].grad.double().flatten()
+        for i, p in enumerate(group["params"]):
+            if p.grad is None or "alpha" in self.state.get(p, ()):
+                continue
+            w, g = p.detach().double().flatten(), p.grad.double().flatten()
             inner, norm, grad_norm = torch.stack([w @ g, w.norm(), g.norm()]).tolist()
             label = parameter_label(index, group, i)
             if norm == 0:
@@ -122,15 +121,16 @@ class WeightDecayFree(Optimizer):
 
     def _check_capturable(self, index: int, group: Group) -> None:
         """Captured scalars are shared by the whole cohort, so its parameters must step together."""
-        stepping = {id(self.state[p]["alpha"]) for p in group["params"] if p.grad is not None and self.state[p]}
+        alphas = [self.state.get(p, {}).get("alpha") for p in group["params"]]
+        stepping = {id(a) for p, a in zip(group["params"], alphas) if p.grad is not None and a is not None}
         for i, p in enumerate(group["params"]):
-            label = parameter_label(index, group, i)
             if p.dtype not in (torch.float32, torch.float64):
+                label = parameter_label(index, group, i)
                 raise ValueError(f"capturable=True needs float32 or float64 parameters, {label} is {p.dtype}")
-            if p.grad is None and self.state[p] and id(self.state[p]["alpha"]) in stepping:
+            if p.grad is None and id(alphas[i]) in stepping:
                 raise ValueError(
-                    f"{label} has no gradient in a step in which its group has: with capturable=True give it a group "
-                    "of its own"
+                    f"{parameter_label(index, group, i)} has no gradient in a step in which its group has: with "
+                    "capturable=True give it a group of its own"
                 )
 
     def _cohorts(self, group: Group) -> list[list[Tensor]]:
@@ -144,7 +144,7 @@ class WeightDecayFree(Optimizer):
             if p.grad is None:
                 continue
             place: tuple[Any, ...] = (p.device, p.dtype)
-            if "alpha" not in self.state[p]:
+            if "alpha" not in self.state.get(p, ()):
                 fresh.setdefault(place, []).append(p)
             elif group["capturable"]:
                 cohorts.setdefault((*place, id(self.state[p]["alpha"])), []).append(p)
