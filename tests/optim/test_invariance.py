@@ -184,3 +184,18 @@ def test_bad_input_is_named() -> None:
 
     with pytest.raises(ValueError, match="different outputs"):
         scale_invariant_parameters(Counting(3, 2), torch.randn(4, 3))
+
+
+def test_normalizations_and_weight_norm_of_this_library() -> None:
+    """L1, L∞, Top(k) and range batch norm and L1 layer norm are as scale invariant as L2."""
+    from normmatters.nn import L1BatchNorm2d, L1LayerNorm, LInfBatchNorm2d, RangeBatchNorm2d, TopKBatchNorm2d
+    from normmatters.weight_norm import bounded_weight_norm
+
+    norms = [L1BatchNorm2d(4), LInfBatchNorm2d(4), TopKBatchNorm2d(4, k=3), RangeBatchNorm2d(4)]
+    layers = [layer for norm in norms for layer in (nn.Conv2d(4, 4, 1), norm, nn.ReLU())]
+    bounded = nn.Linear(16, 6)
+    bounded_weight_norm(bounded)
+    model = nn.Sequential(*layers, nn.Flatten(), bounded, nn.ReLU(), nn.Linear(6, 5, bias=False), L1LayerNorm(5))
+    result = scale_invariant_parameters(model, torch.randn(8, 4, 2, 2))
+    dims = {f"{i}.weight": 0 for i in (0, 3, 6, 9)}
+    assert result.dims == dims | {"13.parametrizations.weight.original": 0, "15.weight": None}

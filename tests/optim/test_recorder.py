@@ -6,6 +6,7 @@ import builtins
 import dataclasses
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.optim.lr_scheduler import MultiStepLR
 from normmatters.optim import (
     NormRecorder,
     Recording,
+    StepSizeCorrection,
     angular_update,
     channel_norms,
     effective_step_size,
@@ -350,3 +352,31 @@ def test_cuda_graph_records_every_replay() -> None:
     assert len(recording.steps) == 8
     torch.testing.assert_close(recording.norms["0.weight"][-4:], torch.stack(norms), rtol=1e-6, atol=0)
     assert (recording.angles["0.weight"] > 0).all()
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_process")
+def test_record_and_correct_under_ddp() -> None:
+    """A recording of a bare model fits the model in DDP, and the other way round."""
+    recordings = []
+    for wrap in (lambda m: m, nn.parallel.DistributedDataParallel):
+        model = convnet()
+        net = wrap(model)
+        optimizer = sgd(model)
+        recorder = NormRecorder(scale_invariant_parameters(net, batch(0)[0]), optimizer)
+        train(net, optimizer, range(4))
+        recorder.end_epoch()
+        recordings.append(recorder.recording())
+    bare, ddp = recordings
+    assert bare.signature == ddp.signature
+    assert all(torch.equal(bare.norms[n], ddp.norms[n]) for n in bare.names)
+    for recording, parameters in ((bare, net), (ddp, model)):
+        optimizer = StepSizeCorrection(torch.optim.SGD(groups(model, 0.0), lr=0.1), recording, parameters)
+        train(net, optimizer, range(1))
+        assert (optimizer.ratio["0.weight"] > 0).all()
