@@ -279,6 +279,8 @@ def _check_values(config: RunConfig, origin: str) -> None:
     if config.precision.arithmetic is not None:
         need(model.norm != "native", "model.norm", "one of ours: precision.arithmetic is theirs", model.norm)
     need(model.width > 0, "model.width", "positive", model.width)
+    if model.activation == "trelu":  # it rescales what it is given, so a chain of shortcuts would explode
+        need(model.name in ("small_cnn", "vgg11"), "model.name", "small_cnn or vgg11 with activation trelu", model.name)
     need(model.k >= 1, "model.k", "at least 1", model.k)
     if model.norm == "lp":
         need(model.p is not None and model.p >= 1, "model.p", "a number >= 1 with norm lp", model.p)

@@ -23,10 +23,11 @@ USUAL_FOLDER = {
     "imagefolder": "imagenet",
     "text": "translation",
 }
-# mean, deviation, padding of the crops, usual augmentation
-_CIFAR = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616), 4, "crop_flip")
-_IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225), 8, "resized_crop")
-_DIGITS = ((0.3053,), (0.3760,), 1, "crop")
+# mean, deviation, usual augmentation
+About = tuple[tuple[float, ...], tuple[float, ...], str]
+_CIFAR = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616), "crop_flip")
+_IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225), "resized_crop")
+_DIGITS = ((0.3053,), (0.3760,), "crop")
 
 
 @dataclass(frozen=True)
@@ -76,9 +77,9 @@ def load_data(
         if resident:
             tensors = folders.as_tensor(train), train.labels, folders.as_tensor(val), val.labels
             return _resident(config, *tensors, classes, _IMAGENET, seed, device, shard)
-    kind = _kind(config, _IMAGENET[3])
+    kind = _kind(config, _IMAGENET[2])
     decoded = isinstance(train, folders.FolderSource)
-    shape = Augmentation(kind, _IMAGENET[2], train.size)
+    shape = Augmentation(kind, _margin(train.size), train.size)
     if decoded and kind not in ("none", "resized_crop"):
         decoded = False  # pad-crop-flip of the centre crop, on the device
     loader = StreamLoader(
@@ -86,6 +87,11 @@ def load_data(
     )
     evaluation = EvalLoader(val, config.eval_batch_size, shard, device)
     return ImageData(loader, evaluation, classes, train.channels, train.size, _IMAGENET[0], _IMAGENET[1])
+
+
+def _margin(size: int) -> int:
+    """Padding of the crops: 4 pixels of 32, as is usual for CIFAR, 8 of 64, 1 of 8."""
+    return max(1, size // 8)
 
 
 def _kind(config: DataConfig, usual: str) -> str:
@@ -101,20 +107,19 @@ def _resident(
     val_x: Tensor,
     val_y: Tensor,
     classes: int,
-    about: tuple[tuple[float, ...], tuple[float, ...], int, str],
+    about: About,
     seed: int,
     device: torch.device,
     shard: Shard,
 ) -> ImageData:
-    mean, std, margin, usual = about
+    mean, std, usual = about
     if config.train_size is not None and config.train_size < len(train_x):
         keep = torch.randperm(len(train_x), generator=torch.Generator().manual_seed(0))[: config.train_size]
         train_x, train_y = train_x[keep], train_y[keep]
     val_x, val_y = val_x[: config.val_size], val_y[: config.val_size]
     size = config.image_size or train_x.shape[1]
     train_x, val_x = (augment.resize(x, size).to(device) for x in (train_x, val_x))
-    margin = max(1, round(margin * size / (8 if usual == "crop" else 32 if usual == "crop_flip" else 64)))
-    augmentation = Augmentation(_kind(config, usual), margin, size)
+    augmentation = Augmentation(_kind(config, usual), _margin(size), size)
     train = ResidentLoader(train_x, train_y.to(device), config.batch_size, augmentation, seed, shard)
     val = EvalLoader((val_x, val_y.to(device)), config.eval_batch_size, shard, device)
     return ImageData(train, val, classes, train_x.shape[3], size, mean, std)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def load(train_size: int = 1437) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``train_x, train_y, val_x, val_y``: uint8 N×8×8×1 and int64 labels; the rest of ``train_size`` is for validation."""
+    """``train_x, train_y, val_x, val_y``: uint8 N×8×8×1 and int64 labels; what is not for training validates."""
     try:
         from sklearn.datasets import load_digits
     except ImportError:

@@ -83,7 +83,7 @@ def make_tokenizer(lines: list[str], vocab_size: int, path: Path | None) -> Any:
 
 
 class TextLoader:
-    """Sentence pairs in batches of at most ``tokens`` padded tokens a side, alike lengths together, others each epoch."""
+    """Sentence pairs in batches of at most ``tokens`` padded tokens a side, alike lengths together, new each epoch."""
 
     def __init__(
         self, pairs: list[tuple[list[int], list[int]]], tokens: int, seed: int, shard: Shard, device: torch.device

@@ -1,0 +1,106 @@
+"""Configs: TOML both ways, every mistake an error that names what was meant."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from normmatters.lab.config import RunConfig, apply_overrides, config_hash, from_dict, load, to_dict, to_toml
+
+FULL = {
+    "experiment": "fig1",
+    "cell": "wd_on",
+    "label": 'WD "on" – η/‖w‖²',
+    "optim": {"milestones": [20, 40], "betas": [0.9, 0.98], "weight_decay": 5e-4, "last_layer_weight_decay": 1e-3},
+    "model": {"name": "vgg11", "constant": 0.25},
+    "data": {"name": "cifar10", "augment": False},
+}
+
+
+def test_toml_round_trip(tmp_path: Path) -> None:
+    config = from_dict(FULL)
+    path = tmp_path / "run.toml"
+    path.write_text(to_toml(config), encoding="utf-8")
+    assert load(path) == config
+    assert from_dict(to_dict(config)) == config
+    assert config.optim.milestones == (20.0, 40.0)
+    assert config.data.augment is False
+
+
+def test_extends_takes_what_is_not_said(tmp_path: Path) -> None:
+    (tmp_path / "base.toml").write_text('[optim]\nlr = 0.5\nepochs = 7\n[model]\nnorm = "l1"\n')
+    (tmp_path / "run.toml").write_text('extends = "base.toml"\n[optim]\nepochs = 3\n')
+    config = load(tmp_path / "run.toml")
+    assert (config.optim.lr, config.optim.epochs, config.model.norm) == (0.5, 3, "l1")
+    (tmp_path / "base.toml").write_text('extends = "run.toml"\n')
+    with pytest.raises(ValueError, match="extends itself"):
+        load(tmp_path / "run.toml")
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"optim": {"learning_rat": 1.0}}, "unknown key 'optim.learning_rat'"),
+        ({"model": {"nrom": "l1"}}, "unknown key 'model.nrom'; did you mean 'norm'"),
+        ({"modle": {}}, "did you mean 'model'"),
+        ({"model": {"name": "resnet57"}}, "did you mean 'resnet56'"),
+        ({"model": 3}, r"\[model\] must be a table"),
+        ({"optim": {"epochs": 1.5}}, "optim.epochs must be int, got 1.5"),
+        ({"optim": {"epochs": True}}, "optim.epochs must be int, got True"),
+        ({"optim": {"lr": -1}}, "optim.lr must be a positive number"),
+        ({"optim": {"milestones": [3, 1]}}, "rising order"),
+        ({"optim": {"mode": "corrected"}}, "optim.reference"),
+        ({"optim": {"mode": "wd_free"}}, "weight_decay must be positive"),
+        ({"model": {"norm": "lp"}}, "model.p"),
+        ({"model": {"constant": "precise"}}, "model.constant"),
+        ({"model": {"name": "lstm"}}, "a model for images"),
+        ({"model": {"activation": "trelu", "name": "resnet8"}}, "model.name must be small_cnn or vgg11"),
+        ({"data": {"augment": "mirror"}}, "data.augment"),
+        ({"model": {"norm": "native"}, "precision": {"arithmetic": "fp16"}}, "precision.arithmetic"),
+        (
+            {"data": {"name": "numbers"}, "model": {"name": "lstm"}, "runtime": {"compile": "cudagraph"}},
+            "texts differ in shape",
+        ),
+    ],
+)
+def test_bad_values_say_what_was_expected(table: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        from_dict(table)
+
+
+def test_overrides() -> None:
+    config = apply_overrides(
+        from_dict(FULL),
+        ["optim.lr=.05", "model.norm=l1", "optim.milestones=[1, 2.5]", "optim.last_layer_weight_decay=null", "seed=3"],
+    )
+    assert (config.optim.lr, config.model.norm, config.seed) == (0.05, "l1", 3)
+    assert config.optim.milestones == (1.0, 2.5)
+    assert config.optim.last_layer_weight_decay is None
+    for bad, message in [
+        ("optim.lr", "expected key=value"),
+        ("optim.rl=1", "did you mean 'lr'"),
+        ("optm.lr=1", "did you mean 'optim'"),
+        ("optim.lr=fast", "optim.lr must be float, got 'fast'"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            apply_overrides(config, [bad])
+
+
+def test_bad_files(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no such config file"):
+        load(tmp_path / "absent.toml")
+    (tmp_path / "bad.toml").write_text("[optim\n")
+    with pytest.raises(ValueError, match="not valid TOML"):
+        load(tmp_path / "bad.toml")
+
+
+def test_hash_sees_what_decides_the_numbers() -> None:
+    base = RunConfig()
+    same = apply_overrides(
+        base, ["label=x", "runtime.device=cuda", "runtime.threads=2", "runtime.checkpoint_seconds=0"]
+    )
+    assert config_hash(same) == config_hash(base)
+    others = {config_hash(apply_overrides(base, [o])) for o in ("seed=1", "optim.lr=.2", "runtime.compile=compile")}
+    assert len(others | {config_hash(base)}) == 4

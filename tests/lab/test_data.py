@@ -1,0 +1,332 @@
+"""Data: right files in, the same batches out everywhere; wrong files give clear errors and leave nothing behind."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from normmatters.lab.config import DataConfig
+from normmatters.lab.data import ImageData, Shard, TextData, cifar10, data_root, load_data
+from normmatters.lab.data.augment import EpochPlan, crop_box, pad, pad_crop, resize, resized_crop
+from normmatters.lab.data.images import prefetch
+from normmatters.lab.data.text import BOS, EOS, PAD, TextLoader, read_pairs
+
+
+def images(config: DataConfig, data_dir: Path | None = None, **options: object) -> ImageData:
+    data = load_data(config, data_dir, **options)  # type: ignore[arg-type]
+    assert isinstance(data, ImageData)
+    return data
+
+
+def test_digits_are_real_and_fixed() -> None:
+    data = images(DataConfig(augment=False))
+    again = images(DataConfig(augment=False))
+    assert data.train.count == 1437
+    assert data.val.count == 360
+    for (x, y), (x2, y2) in zip(data.train.epoch(3), again.train.epoch(3)):
+        assert torch.equal(x, x2)
+        assert torch.equal(y, y2)
+    x = torch.cat([x for x, _ in data.val]).float() / 255
+    assert abs(x.mean() - data.mean[0]) < 0.01
+    assert abs(x.std() - data.std[0]) < 0.01
+    # a nearest-neighbour classifier reads them: labels belong to images
+    train_x = torch.cat([x for x, _ in data.train.epoch(0)]).flatten(1).float()
+    train_y = torch.cat([y for _, y in data.train.epoch(0)])
+    val_x = torch.cat([x for x, _ in data.val]).flatten(1).float()
+    val_y = torch.cat([y for _, y in data.val])
+    assert (train_y[torch.cdist(val_x, train_x).argmin(1)] == val_y).float().mean() > 0.95
+
+
+def test_epochs_differ_and_cover_the_set() -> None:
+    data = images(DataConfig(augment=False, batch_size=479))  # 3 · 479 = 1437
+    sums = [sum(float(x.sum()) for x, _ in data.train.epoch(e)) for e in (0, 1)]
+    firsts = [next(iter(data.train.epoch(e)))[1] for e in (0, 1)]
+    assert sums[0] == sums[1]
+    assert not torch.equal(*firsts)
+
+
+def test_processes_share_the_global_batch() -> None:
+    whole = images(DataConfig(batch_size=64))
+    parts = [images(DataConfig(batch_size=64), shard=Shard(rank, 2)) for rank in (0, 1)]
+    for (x, y), (x0, y0), (x1, y1) in zip(whole.train.epoch(1), parts[0].train.epoch(1), parts[1].train.epoch(1)):
+        assert torch.equal(x, torch.cat([x0, x1]))
+        assert torch.equal(y, torch.cat([y0, y1]))
+    with pytest.raises(ValueError, match="multiple of the 3 processes"):
+        images(DataConfig(batch_size=64), shard=Shard(0, 3))
+    with pytest.raises(ValueError, match="only 1437 training examples"):
+        images(DataConfig(batch_size=2000))
+
+
+def test_pad_crop_is_the_loop_it_stands_for() -> None:
+    x = torch.randint(0, 256, (5, 6, 6, 3), dtype=torch.uint8)
+    index, u = torch.tensor([3, 0, 4]), torch.rand(3, 5)
+    u[:, 2] = torch.tensor([0.1, 0.9, 0.1])
+    got = pad_crop(pad(x, 2), index, u, 6, flip=True)
+    for row, i in enumerate(index.tolist()):
+        canvas = torch.zeros(10, 10, 3, dtype=torch.uint8)
+        canvas[2:8, 2:8] = x[i]
+        top, left = int(u[row, 0] * 5), int(u[row, 1] * 5)
+        want = canvas[top : top + 6, left : left + 6]
+        assert torch.equal(got[row], want.flip(1) if u[row, 2] < 0.5 else want)
+
+
+def test_resized_crop() -> None:
+    u = torch.rand(64, 5)
+    box = crop_box(u, 40, 30)
+    top, left, h, w = box.unbind(1)
+    assert (top >= 0).all()
+    assert (left >= 0).all()
+    assert (top + h <= 40 + 1e-4).all()
+    assert (left + w <= 30 + 1e-4).all()
+    # a picture whose value is its column: the crop's columns are where the box says, mirrored where it flips
+    ramp = (torch.arange(30) * 4).to(torch.uint8).expand(64, 30, 30)[..., None]
+    box = crop_box(u, 30, 30)
+    crop = resized_crop(ramp, u, 10).float()[..., 0] / 4
+    centre = box[:, 1] + box[:, 3] * (4.5 + 0.5) / 10 - 0.5
+    flipped = u[:, 2] < 0.5
+    middle = torch.where(flipped, crop[:, 5, 5], crop[:, 5, 4]) + 0.05 * box[:, 3]
+    assert (middle - centre).abs().max() < 0.3
+    assert (torch.sign(crop[:, 5, 8] - crop[:, 5, 1]) == torch.where(flipped, -1.0, 1.0)).all()
+    assert resize(ramp, 30) is ramp
+    assert torch.equal(EpochPlan.draw(9, 1, 2).order, EpochPlan.draw(9, 1, 2).order)
+
+
+@pytest.fixture
+def cifar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Six files in the official format, 20 images each, their checksums in place of the official ones."""
+    folder = tmp_path / "source" / cifar10.FOLDER
+    folder.mkdir(parents=True)
+    generator = np.random.default_rng(0)
+    monkeypatch.setattr(cifar10, "_BYTES", 20 * 3073)
+    sums = {}
+    for name in cifar10.SHA256:
+        records = generator.integers(0, 256, (20, 3073), dtype=np.uint8)
+        records[:, 0] %= 10
+        records.tofile(folder / name)
+        sums[name] = hashlib.sha256(records.tobytes()).hexdigest()
+    monkeypatch.setattr(cifar10, "SHA256", sums)
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w:gz") as tar:
+        tar.add(folder, cifar10.FOLDER)
+    (tmp_path / "source" / cifar10.ARCHIVE).write_bytes(archive.getvalue())
+    monkeypatch.setattr(cifar10, "ARCHIVE_MD5", hashlib.md5(archive.getvalue()).hexdigest())
+    return tmp_path / "source"
+
+
+def test_cifar_from_files_archive_and_download(cifar: Path, tmp_path: Path) -> None:
+    data = images(DataConfig(name="cifar10", batch_size=20, augment="none"), cifar)
+    raw = np.fromfile(cifar / cifar10.FOLDER / "test_batch.bin", np.uint8).reshape(20, 3073)
+    x, y = next(iter(data.val))
+    assert np.array_equal(x.numpy(), raw[:, 1:].reshape(20, 3, 32, 32))
+    assert np.array_equal(y.numpy(), raw[:, 0])
+    assert data.train.count == 100
+
+    unpacked = tmp_path / "unpacked"
+    unpacked.mkdir()
+    (unpacked / cifar10.ARCHIVE).write_bytes((cifar / cifar10.ARCHIVE).read_bytes())
+    assert cifar10.prepare(unpacked) == unpacked / cifar10.FOLDER
+
+    seen: list[tuple[int, int]] = []
+    fetched = cifar10.prepare(
+        tmp_path / "new" / "dir",
+        url=(cifar / cifar10.ARCHIVE).as_uri(),
+        progress=lambda done, total: seen.append((done, total)),
+    )
+    assert (fetched / "data_batch_5.bin").is_file()
+    assert seen[-1][0] == seen[-1][1] > 0
+
+
+def test_cifar_damage_is_told_and_nothing_is_left(cifar: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = DataConfig(name="cifar10", batch_size=20)
+    path = cifar / cifar10.FOLDER / "data_batch_2.bin"
+    good = path.read_bytes()
+    path.write_bytes(good[:-7])
+    with pytest.raises(ValueError, match=r"data_batch_2.bin is truncated"):
+        images(config, cifar)
+    path.write_bytes(bytes([good[0] ^ 1]) + good[1:])
+    with pytest.raises(ValueError, match=r"data_batch_2.bin has sha256 .* damaged"):
+        images(config, cifar)
+    path.unlink()
+    with pytest.raises(ValueError, match=r"data_batch_2.bin is missing"):
+        images(config, cifar)
+
+    truncated = tmp_path / "truncated"
+    truncated.mkdir()
+    (truncated / cifar10.ARCHIVE).write_bytes((cifar / cifar10.ARCHIVE).read_bytes()[:-50])
+    with pytest.raises(ValueError, match="truncated or another file"):
+        cifar10.prepare(truncated)
+    assert [p.name for p in truncated.iterdir()] == [cifar10.ARCHIVE]
+
+    empty = tmp_path / "empty"
+    with pytest.raises(ValueError, match="nothing was kept"):
+        cifar10.prepare(empty, url=(truncated / cifar10.ARCHIVE).as_uri())
+    monkeypatch.setattr(cifar10, "URL", "http://127.0.0.1:9/none")  # nobody listens there: as without a network
+    with pytest.raises(ValueError, match=r"cannot be downloaded .* NORMMATTERS_DATA"):
+        cifar10.prepare(empty, url=cifar10.URL)
+    assert list(empty.iterdir()) == []
+
+
+def make_arrays(folder: Path) -> tuple[np.ndarray, np.ndarray]:
+    folder.mkdir(parents=True)
+    generator = np.random.default_rng(1)
+    for split, n in (("train", 48), ("val", 10)):
+        x = generator.integers(0, 256, (n, 3, 16, 16), dtype=np.uint8)
+        y = (np.arange(n) % 5).astype(np.uint8)
+        np.save(folder / f"{split}_x.npy", x)
+        np.save(folder / f"{split}_y.npy", y)
+    return np.load(folder / "train_x.npy"), np.load(folder / "train_y.npy")
+
+
+@pytest.mark.parametrize("augment", ["none", "crop_flip", "resized_crop"])
+def test_streamed_and_resident_batches_are_equal(tmp_path: Path, augment: str) -> None:
+    x, _ = make_arrays(tmp_path / "tiny-imagenet-200")
+    base = DataConfig(name="tiny_imagenet", batch_size=16, augment=augment)
+    resident = images(DataConfig(**{**base.__dict__, "resident": True}), tmp_path)
+    streamed = images(DataConfig(**{**base.__dict__, "resident": False}), tmp_path)
+    assert resident.classes == streamed.classes == 5
+    pairs = list(zip(resident.train.epoch(1), streamed.train.epoch(1)))
+    assert len(pairs) == 3
+    for (x0, y0), (x1, y1) in pairs:
+        assert torch.equal(x0, x1)
+        assert torch.equal(y0, y1)
+    for (x0, y0), (x1, y1) in zip(resident.val, streamed.val):
+        assert torch.equal(x0, x1)
+        assert torch.equal(y0, y1)
+    if augment == "none":
+        order = EpochPlan.draw(48, 0, 1).order[:16].numpy()
+        assert np.array_equal(pairs[0][0][0].numpy(), x[order])
+
+
+def test_arrays_and_folders_that_are_wrong(tmp_path: Path) -> None:
+    config = DataConfig(name="tiny_imagenet", batch_size=8)
+    with pytest.raises(ValueError, match="no image folder"):
+        images(config, tmp_path)
+    folder = tmp_path / "tiny-imagenet-200"
+    make_arrays(folder)
+    np.save(folder / "train_y.npy", np.zeros(7, np.uint8))
+    with pytest.raises(ValueError, match="48 images but labels"):
+        images(config, tmp_path)
+    np.save(folder / "train_x.npy", np.zeros((4, 3, 8, 8), np.float32))
+    with pytest.raises(ValueError, match="expected uint8"):
+        images(config, tmp_path)
+    (folder / "train_x.npy").write_bytes(b"\x93NUMPY")
+    with pytest.raises(ValueError, match="cannot read the train arrays"):
+        images(config, tmp_path)
+    (tmp_path / "bare").mkdir()
+    with pytest.raises(ValueError, match="or folders train/CLASS"):
+        images(DataConfig(name="imagefolder", dir="bare"), tmp_path)
+
+
+def test_image_folders(tmp_path: Path) -> None:
+    pil = pytest.importorskip("PIL.Image")
+    for split in ("train", "val"):
+        for label, colour in (("cat", (200, 0, 0)), ("dog", (0, 200, 0))):
+            folder = tmp_path / "imagenet" / split / label
+            folder.mkdir(parents=True)
+            for i in range(4):
+                pil.new("RGB", (40, 30), colour).save(folder / f"{i}.png")
+    data = images(DataConfig(name="imagefolder", image_size=16, batch_size=4), tmp_path)
+    x, y = next(iter(data.train.epoch(0)))
+    assert x.shape == (4, 3, 16, 16)
+    assert torch.equal(x[:, :2].amax((2, 3)).argmax(1), y)
+    (tmp_path / "imagenet" / "val" / "cat" / "0.png").write_bytes(b"no image")
+    with pytest.raises(ValueError, match=r"cannot read the image .*0\.png"):
+        list(data.val)
+
+
+def test_prefetch_keeps_order_and_passes_errors_on() -> None:
+    def read(step: int) -> tuple[int]:
+        if step == 5:
+            raise ValueError("disk gone")
+        return (step,)
+
+    assert [s for (s,) in prefetch(read, 5)] == [0, 1, 2, 3, 4]
+    with pytest.raises(ValueError, match="disk gone"):
+        list(prefetch(read, 7))
+    iterator = prefetch(read, 5)
+    next(iterator)
+    iterator.close()  # leaves no thread waiting
+
+
+def write_pairs(folder: Path, split: str, rows: list[tuple[str, str]]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for column, language in enumerate(("de", "en")):
+        (folder / f"{split}.{language}").write_text("".join(r[column] + "\n" for r in rows), encoding="utf-8")
+
+
+def test_parallel_files(tmp_path: Path) -> None:
+    folder = tmp_path / "translation"
+    rows = [(f"Käse {i} äöü", f"cheese {i}") for i in range(50)]
+    write_pairs(folder, "train", [*rows, ("", "empty")])
+    write_pairs(folder, "val", rows[:7])
+    config = DataConfig(name="text", vocab_size=300, tokens=64)
+    data = load_data(config, tmp_path)
+    assert isinstance(data, TextData)
+    assert len(data.train.pairs) == 50
+    assert data.references == [t for _, t in rows[:7]]
+    batch = next(iter(data.val))
+    row = batch.target_out[0]
+    assert row[row != PAD][-1] == EOS
+    assert batch.target_in[0, 0] == BOS
+    assert torch.equal(batch.target_in[0, 1:][row[1:] != PAD], row[:-1][row[1:] != PAD])
+    assert data.decode(row.tolist()) in data.references
+    assert "Käse" in data.decode(batch.source[0].tolist())
+
+    (folder / "val.en").write_text("one line\n")
+    with pytest.raises(ValueError, match="de has 7 lines but en has 1"):
+        load_data(config, tmp_path)
+    with pytest.raises(ValueError, match=r"no parallel text .*files for 'en' there: train.en, val.en"):
+        read_pairs(folder, "valid", "en", "de")
+    (folder / "val.de").write_bytes(b"\xff\xfe\n")
+    with pytest.raises(ValueError, match="not UTF-8"):
+        load_data(config, tmp_path)
+    with pytest.raises(ValueError, match="no folder of parallel text"):
+        load_data(DataConfig(name="text", dir="absent"), tmp_path)
+
+
+def test_text_batches_hold_every_pair_once_and_respect_the_budget() -> None:
+    generator = np.random.default_rng(0)
+    pairs = [([i + 3] * generator.integers(1, 30), [i + 3] * generator.integers(1, 30)) for i in range(300)]
+    loader = TextLoader(pairs, 128, 0, Shard(), torch.device("cpu"))
+    for epoch in (0, 1):
+        ids: list[int] = []
+        batches = list(loader.epoch(epoch))
+        assert len(batches) == loader.steps
+        for batch in batches:
+            assert max(batch.source.numel(), batch.target_in.numel()) <= 128
+            assert batch.tokens == int((batch.target_out != PAD).sum())
+            ids += batch.target_out[:, 0].tolist()
+        assert sorted(ids) == [i + 3 for i in range(300)]
+    halves = [TextLoader(pairs, 128, 0, Shard(r, 2), torch.device("cpu")) for r in (0, 1)]
+    for whole, a, b in zip(loader.epoch(0), halves[0].epoch(0), halves[1].epoch(0)):
+        both = int((a.target_out != PAD).sum() + (b.target_out != PAD).sum())
+        assert whole.tokens == a.tokens == b.tokens == both
+
+
+def test_numbers_and_their_cached_tokenizer(tmp_path: Path) -> None:
+    config = DataConfig(name="numbers", vocab_size=120, train_size=200, val_size=20)
+    data = load_data(config, cache=tmp_path)
+    assert isinstance(data, TextData)
+    before = (tmp_path / "tokenizer.json").read_bytes()
+    again = load_data(config, cache=tmp_path)
+    assert isinstance(again, TextData)
+    assert (tmp_path / "tokenizer.json").read_bytes() == before
+    assert again.train.pairs == data.train.pairs
+    with pytest.raises(ValueError, match="are in 'en' and 'de'"):
+        load_data(DataConfig(name="numbers", source="fr"))
+    with pytest.raises(ValueError, match="splits train, val, test"):
+        load_data(DataConfig(name="numbers", val_split="dev"))
+
+
+def test_data_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NORMMATTERS_DATA", raising=False)
+    assert data_root() == Path("data")
+    monkeypatch.setenv("NORMMATTERS_DATA", "/some/where")
+    assert data_root() == Path("/some/where")
+    assert data_root("here") == Path("here")

@@ -1,0 +1,164 @@
+"""Models: sizes known from the papers, every norm in every place, decoding step by step equal to all at once."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from normmatters.lab.config import ModelConfig
+from normmatters.lab.models import build_image_model, build_text_model
+from normmatters.lab.norms import ChannelBias, NormFactory, norm_factory
+from normmatters.nn.activations import TReLU
+from normmatters.nn.batchnorm import LpBatchNorm2d, MeanOnlyBatchNorm2d
+from normmatters.nn.layernorm import LpLayerNorm
+
+# CIFAR ResNets with 1×1 shortcuts; ResNet-18/50 as published, 1000 classes
+PARAMETERS = {"resnet20": 272_474, "resnet56": 855_770, "resnet18": 11_689_512, "resnet50": 25_557_032}
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_sizes_are_the_published_ones(name: str) -> None:
+    image_net = name in ("resnet18", "resnet50")
+    with torch.device("meta"):
+        model = build_image_model(
+            ModelConfig(name),
+            channels=3,
+            classes=1000 if image_net else 10,
+            size=224 if image_net else 32,  # type: ignore[arg-type]
+        )
+        assert sum(p.numel() for p in model.parameters()) == PARAMETERS[name]
+
+
+def test_strides_follow_the_image_size() -> None:
+    for size, expected in ((32, 32), (64, 32), (224, 56)):
+        model = build_image_model(
+            ModelConfig("resnet18", norm="native", width=1 / 32), channels=3, classes=7, size=size
+        )
+        seen: list[torch.Size] = []
+        model.blocks[0].register_forward_hook(lambda _m, _a, out, seen=seen: seen.append(out.shape))  # type: ignore[index, union-attr]
+        assert model(torch.randn(2, 3, size, size)).shape == (2, 7)
+        assert seen[0][-1] == expected
+
+
+@pytest.mark.parametrize("name", ["small_cnn", "vgg11", "resnet8"])
+def test_fused_model_equals_the_plain_one(name: str) -> None:
+    """Our fused L2 norms and torch.nn's give one function: outputs, gradients, state keys."""
+    config = {"channels": 1, "classes": 10, "size": 8}
+    ours = build_image_model(ModelConfig(name, norm="l2", width=0.25), **config).double()  # type: ignore[arg-type]
+    plain = build_image_model(ModelConfig(name, norm="native", width=0.25), **config).double()  # type: ignore[arg-type]
+    plain.load_state_dict(ours.state_dict())
+    x, y = torch.randn(12, 1, 8, 8, dtype=torch.float64), torch.randint(0, 10, (12,))
+    losses = [nn.functional.cross_entropy(m(x), y) for m in (ours, plain)]
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-12, atol=1e-12)
+    for (key, a), b in zip(ours.named_parameters(), plain.parameters()):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-8, atol=1e-10, msg=key)
+    for (key, a), b in zip(ours.state_dict().items(), plain.state_dict().values()):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12, msg=key)
+    torch.testing.assert_close(ours.eval()(x), plain.eval()(x), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("options", "p", "k"),
+    [({"norm": "l1"}, 1, None), ({"norm": "linf"}, math.inf, None), ({"norm": "topk", "k": 3}, math.inf, 3)]
+    + [({"norm": "range"}, "range", None), ({"norm": "lp", "p": 1.5}, 1.5, None)],
+)
+def test_every_batch_norm_is_what_the_config_says(options: dict[str, object], p: object, k: int | None) -> None:
+    config = ModelConfig("resnet8", constant=2.0, memory="lean", **options)  # type: ignore[arg-type]
+    model = build_image_model(config, channels=1, classes=4, size=8)
+    norms = [m for m in model.modules() if isinstance(m, LpBatchNorm2d)]
+    assert len(norms) == 9  # a stem, three blocks of two, two shortcuts
+    assert {(n.p, n.k, n.constant, n.memory) for n in norms} == {(p, k, 2.0, "lean")}
+    assert sum(n.act == "relu" for n in norms) == 7
+    out = model(torch.randn(6, 1, 8, 8))
+    out.square().sum().backward()
+    assert all(q.grad is not None and q.grad.isfinite().all() for q in model.parameters())
+
+
+def test_norm_act_without_fusion() -> None:
+    x, r = torch.randn(4, 3, 5, 5), torch.randn(4, 3, 5, 5)
+    fused = NormFactory("l1").batch_norm(3, act=True)
+    loose = NormFactory("l1", fuse=False).batch_norm(3, act=True)
+    torch.testing.assert_close(fused(x, residual=r), loose(x, residual=r))
+    torch.testing.assert_close(NormFactory("l1").batch_norm(3)(x, residual=r), loose.norm(x) + r)
+    shifted = NormFactory("none", activation="trelu").batch_norm(3, act=True)
+    assert isinstance(shifted.norm, ChannelBias)
+    nn.init.constant_(shifted.norm.bias, 0.5)
+    torch.testing.assert_close(shifted(x, residual=r), TReLU()(x + 0.5 + r))
+
+
+@pytest.mark.parametrize(("name", "p"), [("bwn", 2.0), ("l1_wn", 1.0), ("linf_wn", math.inf)])
+def test_bounded_weight_norm_fixes_every_norm_but_the_classifiers(name: str, p: float) -> None:
+    model = build_image_model(ModelConfig("resnet8", weight_norm=name), channels=1, classes=4, size=8)  # type: ignore[arg-type]
+    assert not any(isinstance(m, LpBatchNorm2d) and not isinstance(m, MeanOnlyBatchNorm2d) for m in model.modules())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    convs = [m for m in model.modules() if isinstance(m, nn.Conv2d)]
+    before = [torch.linalg.vector_norm(c.weight.flatten(1), p, dim=1) for c in convs]
+    nn.functional.cross_entropy(model(torch.randn(8, 1, 8, 8)), torch.randint(0, 4, (8,))).backward()
+    classifier = model.classifier.weight.detach().clone()  # type: ignore[union-attr, operator]
+    optimizer.step()
+    for conv, norms in zip(convs, before):
+        after = torch.linalg.vector_norm(conv.weight.flatten(1), p, dim=1)
+        torch.testing.assert_close(after, norms, rtol=1e-5, atol=0)
+        torch.testing.assert_close(norms, norms.mean().expand_as(norms))
+    assert not torch.equal(model.classifier.weight, classifier)  # type: ignore[union-attr, arg-type]
+
+
+@pytest.mark.parametrize("name", ["vgg11", "resnet56"])
+def test_signal_survives_without_rescaling_norms(name: str) -> None:
+    """Mean-only networks start with activations of order one, at any depth."""
+    config = ModelConfig(name, weight_norm="wn", width=0.25)  # type: ignore[arg-type]
+    model = build_image_model(config, channels=3, classes=10, size=32)
+    seen: list[torch.Tensor] = []
+    last = [m for m in model.modules() if type(m).__name__ == "NormAct"][-1]
+    last.register_forward_hook(lambda _m, _a, out: seen.append(out))
+    model(torch.randn(8, 3, 32, 32))
+    assert 0.1 < seen[0].std().item() < 10
+
+
+TEXT = [("lstm", {}), ("transformer", {"heads": 2, "d_ff": 32})]
+
+
+@pytest.mark.parametrize(("name", "sizes"), TEXT)
+@pytest.mark.parametrize(
+    "options", [{"layer_norm": "l2"}, {"layer_norm": "l1"}, {"layer_norm": "none", "weight_norm": "bwn"}]
+)
+def test_step_by_step_equals_all_at_once(name: str, sizes: dict[str, int], options: dict[str, str]) -> None:
+    config = ModelConfig(name, d_model=16, layers=2, **sizes, **options)  # type: ignore[arg-type]
+    model = build_text_model(config, 30, 20).double().eval()
+    source, target = torch.randint(3, 30, (3, 7)), torch.randint(3, 30, (3, 5))
+    source[1, 4:] = 0
+    want = model(source, target)
+    state, got = model.begin(source), []
+    for t in range(5):
+        logits, state = model.step(target[:, t], state)
+        got.append(logits)
+    torch.testing.assert_close(torch.stack(got, 1), want, rtol=1e-9, atol=1e-9)
+    # padding is not seen, and neither is the future
+    torch.testing.assert_close(model(source[1:2, :4], target[1:2]), want[1:2], rtol=1e-9, atol=1e-9)
+    changed = target.clone()
+    changed[:, 3:] = 5
+    torch.testing.assert_close(model(source, changed)[:, :3], want[:, :3], rtol=1e-9, atol=1e-9)
+    kinds = {type(m) for m in model.modules()}
+    assert (nn.LayerNorm in kinds) == (options["layer_norm"] == "l2")
+    assert (LpLayerNorm in kinds) == (options["layer_norm"] == "l1")
+
+
+def test_transformer_base_has_the_papers_size() -> None:
+    with torch.device("meta"):
+        model = build_text_model(ModelConfig("transformer"), 37_000, 100)
+        assert sum(p.numel() for p in model.parameters()) == pytest.approx(63e6, rel=0.02)  # "65M" with 37k tokens
+    assert model.classifier.weight is model.embedding.weight  # type: ignore[union-attr]
+
+
+def test_wrong_sizes_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"multiple of model.heads"):
+        build_text_model(ModelConfig("transformer", d_model=30, heads=4), 10, 5)
+    with pytest.raises(ValueError, match="must be even"):
+        build_text_model(ModelConfig("lstm", d_model=15), 10, 5)
+    assert norm_factory(ModelConfig(weight_norm="wn", norm="l1")).name == "mean_only"
+    assert norm_factory(ModelConfig(weight_norm="wn", norm="none")).name == "none"
