@@ -1,12 +1,17 @@
 """Small networks written like the ones people convert: torchvision's, timm's, and the many hand-written ones.
 
-They mirror the forward passes, where fusion happens, with few channels; the real packages are tested where installed.
+They mirror the forward passes, where fusion happens, with few channels; the real packages are tested where installed. At the end, what tests do with
+them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.testing import assert_close
 
 
 def conv(cin: int, cout: int, kernel: int = 3, stride: int = 1) -> nn.Conv2d:
@@ -241,3 +246,49 @@ class RegNetBlock(nn.Module):
 def regnet() -> nn.Sequential:
     stem = nn.Sequential(conv(3, 4), nn.BatchNorm2d(4), nn.ReLU())
     return nn.Sequential(stem, RegNetBlock(4), RegNetBlock(4), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 10))
+
+
+NETS: dict[str, Callable[[], nn.Module]] = {
+    "resnet": ResNet,
+    "resnet-bottleneck": lambda: ResNet(Bottleneck),
+    "vgg": vgg_bn,
+    "timm": TimmResNet,
+    "functional": HandWritten,
+    "regnet": regnet,
+}
+
+
+def make(name: str, seed: int = 0) -> nn.Module:
+    """A float64 network whose norms have learned something, so that no parameter or statistic is at its default."""
+    torch.manual_seed(seed)
+    model = NETS[name]().double()
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            nn.init.normal_(module.weight, 1, 0.3)
+            nn.init.normal_(module.bias, 0, 0.5)
+            nn.init.normal_(module.running_mean, 0, 0.1)
+            nn.init.uniform_(module.running_var, 0.5, 1.5)
+    return model
+
+
+def batch(seed: int = 1) -> Tensor:
+    return torch.randn(4, 3, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def step(model: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+    """Output, gradients of the parameters, gradient of the input; the same dropout each time."""
+    x = x.clone().requires_grad_()
+    torch.manual_seed(7)
+    output = model(x)
+    direction = torch.randn(output.shape, dtype=output.dtype, generator=torch.Generator().manual_seed(2))
+    model.zero_grad()
+    (output * direction).sum().backward()
+    assert x.grad is not None
+    return output.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}, x.grad
+
+
+def assert_same_step(a: nn.Module, b: nn.Module) -> None:
+    """Equal outputs, gradients and states; the order of sums may differ, so to rounding."""
+    for mine, other in zip(step(a, batch()), step(b, batch())):
+        assert_close(mine, other, rtol=1e-10, atol=1e-12)
+    assert_close(a.state_dict(), b.state_dict(), rtol=1e-12, atol=1e-14)

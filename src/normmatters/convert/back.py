@@ -80,12 +80,9 @@ def to_torch(
 
     Example::
 
-        >>> to_torch(convert(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()), "l1"))
-        Sequential(
-          (0): Conv2d(3, 8, kernel_size=(3, 3), stride=(1, 1))
-          (1): BatchNorm2d(8, eps=1e-05, momentum=0.1, affine=True, track_running_stats=True)
-          (2): ReLU()
-        )
+        >>> model = to_torch(convert(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()), "l1"))
+        >>> [type(module).__name__ for module in model]
+        ['Conv2d', 'BatchNorm2d', 'ReLU']
     """
     check_model(model)
     if not inplace:

@@ -92,8 +92,9 @@ def _blocks(model: nn.Module, norms: set[nn.Module]) -> Iterator[nn.Module]:
     blocks = [module for module in model.modules() if not _is_container(module) and module not in norms]
     # Traced blocks first: they show when the modules of a Sequential are called one by one.
     for block in sorted(blocks, key=is_sequential):
-        plain_torch = type(block).__module__.split(".")[0] == "torch"  # nn layers, but also DistributedDataParallel
-        if (is_sequential(block) or not plain_torch) and any(norm in norms for _, _, norm in _slots(block, True)):
+        torchs_own = type(block).__module__.split(".")[0] == "torch"  # nn layers, but also DistributedDataParallel
+        traced = not torchs_own or isinstance(block, fx.GraphModule)
+        if (traced or is_sequential(block)) and any(norm in norms for _, _, norm in _slots(block, True)):
             yield block
 
 
@@ -243,23 +244,24 @@ def _match(block: nn.Module, graph: fx.Graph, norm: nn.Module) -> _Match | str:
         if user.op == "output":
             return _NO_RELU
         module = _module(block, user) if user.op == "call_module" else None
+        function = user.target if module is None else None  # a module's target is its name, which may be "relu"
         if module is not None and _is_identity(module):
             identities.append(user)
-        elif user.args[:1] == (last,) and ((module is not None and _is_relu(module)) or user.target in _RELUS):
+        elif user.args[:1] == (last,) and ((module is not None and _is_relu(module)) or function in _RELUS):
             return _Match(call, tuple(identities), add, residual, user)
-        elif add is None and user.target in _ADDS | _ADDS_IN_PLACE:
+        elif add is None and function in _ADDS | _ADDS_IN_PLACE:
             operands = [operand for operand in user.args if operand is not last]
             if user.kwargs or len(user.args) != 2 or len(operands) != 1 or not isinstance(operands[0], fx.Node):
                 return "the add behind it is not of two tensors"
-            if user.target in _ADDS_IN_PLACE and user.args[0] is not last:
+            if function in _ADDS_IN_PLACE and user.args[0] is not last:
                 return "it is the residual: it is added into another tensor"
             # The fused call takes the add's place: what the norm reads must not be touched until then.
             if any(call < other < user for other in call.args[0].users):
                 return "its input is used again before the add"
             add, residual = user, user.args.index(operands[0])
         else:
-            what = type(module).__name__ if module is not None else getattr(user.target, "__name__", str(user.target))
-            return f"{what} follows it, not a ReLU"
+            what = type(module).__name__ if module is not None else getattr(function, "__name__", function)
+            return f"{what} with hooks follows it" if type(module) is nn.ReLU else f"{what} follows it, not a ReLU"
         last = user
 
 

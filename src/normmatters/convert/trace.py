@@ -7,6 +7,7 @@ and raises :class:`Untraceable`, so that a rewritten forward is never a differen
 from __future__ import annotations
 
 import inspect
+import operator
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -76,6 +77,15 @@ class _Value(fx.Proxy):
         return _Value
 
 
+def _in_place(function: Callable[..., Any]) -> Callable[[fx.Proxy, Any], fx.Proxy]:
+    return lambda self, other: self.tracer.create_proxy("call_function", function, (self, other), {})
+
+
+# A Proxy knows no `x += y`: Python would make it `x = x + y`, and other names of x would keep the old value.
+for _name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor"):
+    setattr(_Value, f"__{_name}__", _in_place(getattr(operator, _name)))
+
+
 class _BlockTracer(fx.Tracer):
     def __init__(self, inline: set[nn.Module]) -> None:
         super().__init__()
@@ -122,7 +132,8 @@ def _unchanged(block: nn.Module) -> Iterator[None]:
     attributes = vars(block)
     before = dict(attributes)
     containers = {name: value.copy() for name, value in before.items() if isinstance(value, (list, dict, set))}
-    tensors = {name: tensor for name, tensor in {**attributes, **block._buffers}.items() if isinstance(tensor, Tensor)}
+    held = {**attributes, **block._buffers}.items()
+    tensors = {name: value for name, value in held if isinstance(value, Tensor) and not value.is_inference()}
     values = {name: (tensor._version, tensor.detach().clone()) for name, tensor in tensors.items()}
     changed: set[str] = set()
     try:

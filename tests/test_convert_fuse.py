@@ -1,0 +1,550 @@
+"""What fusion must leave alone: one small block for each way in which a rewritten forward could differ."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
+
+from models import BasicBlock, HandWrittenBlock, RegNetBlock, ResNet, vgg_bn
+from normmatters.convert import ConversionReport, convert, to_torch
+from normmatters.convert.fused import FusedBlock, FusedReLU, norm_add_relu
+from normmatters.nn.sync import convert_sync_batchnorm
+
+
+class Block(nn.Module):
+    """A norm, what a subclass does behind it, and the parts to do it with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 3, padding=1)
+        self.bn = nn.BatchNorm2d(3)
+        self.relu = nn.ReLU()
+        self.flag = False
+        self.count = 0
+        self.seen: list[Any] = []
+        self.scale = nn.Parameter(torch.full((3, 1, 1), 0.5))
+        self.register_buffer("steps", torch.zeros(()))
+
+
+def fusion_of(block: nn.Module, name: str = "bn") -> tuple[str, str]:
+    """How the norm was fused and the note, after checking that the converted block is still the same function."""
+    torch.manual_seed(0)
+    block = block.double()
+    for module in block.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.normal_(module.weight, 1, 0.5)
+            nn.init.normal_(module.bias)
+    original = copy.deepcopy(block)
+    report = ConversionReport()
+    converted = convert(block, "l2", report=report)
+    x = torch.randn(4, 3, 5, 5, dtype=torch.float64)
+    for training in (True, False):
+        results = []
+        for model in (original, converted):
+            torch.manual_seed(3)
+            random.seed(3)
+            data = x.clone().requires_grad_()
+            output = model.train(training)(data * 1)
+            output = output if isinstance(output, Tensor) else sum(part.sum() for part in output)
+            model.zero_grad()
+            if output.requires_grad:
+                (output * torch.linspace(0, 1, output.numel()).view_as(output)).sum().backward()
+            results.append((output.detach(), data.grad, [p.grad for p in model.parameters()], model.state_dict()))
+        assert_close(results[0], results[1], rtol=1e-10, atol=1e-12)
+    (change,) = [change for change in report.changes if change.name == name]
+    assert (change.fused == "") == bool(change.note)
+    return change.fused, change.note
+
+
+# --- Forms that fuse ---
+
+
+class ReluMethod(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bn(self.conv(x)).relu_()
+
+
+class TorchRelu(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.bn(self.conv(x)))
+
+
+class MethodAdd(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.relu(self.bn(self.conv(x)).add_(x))
+
+
+class ResidualLeft(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(torch.add(x, self.bn(self.conv(x))))
+
+
+class Broadcast(Block):
+    """The add broadcasts: the fused operation would refuse, so the block falls back at run time."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.relu(self.bn(self.conv(x)) + self.scale)
+
+
+class BroadcastUp(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.relu(self.bn(self.conv(x).mean((2, 3), keepdim=True)) + x)
+
+
+class ResidualIsFused(Block):
+    """The residual of one norm is the ReLU that another norm takes over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.BatchNorm2d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        r = F.relu(self.first(x))
+        return F.relu(self.bn(self.conv(r)) + r)
+
+
+class TupleOutput(Block):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        out = F.relu(self.bn(self.conv(x)))
+        return out, x * 2
+
+
+class Alias(Block):
+    """`z` is another name of `out`, so it sees the in-place add."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = F.relu(self.bn(self.conv(x))) * 2
+        z = out
+        out += x
+        return out + z
+
+
+@pytest.mark.parametrize(
+    ("cls", "kind"),
+    [
+        (Alias, "relu"),
+        (ReluMethod, "relu"),
+        (TorchRelu, "relu"),
+        (TupleOutput, "relu"),
+        (MethodAdd, "add + relu"),
+        (ResidualLeft, "add + relu"),
+        (Broadcast, "add + relu"),
+        (BroadcastUp, "add + relu"),
+        (ResidualIsFused, "add + relu"),
+    ],
+)
+def test_fuses(cls: type[Block], kind: str) -> None:
+    assert fusion_of(cls()) == (kind, "")
+
+
+def test_residual_of_a_wider_dtype_promotes_as_the_add_did() -> None:
+    model = convert(MethodAdd().eval(), "l2")
+    model.bn.bfloat16()
+    norm = copy.deepcopy(model.bn)
+    norm.act = None
+    x = torch.randn(2, 3, 4, 4)
+    out = norm_add_relu(model.bn, x.bfloat16(), x)
+    assert out.dtype == torch.float32
+    assert_close(out, torch.relu(norm(x.bfloat16()) + x))
+    assert model.bn.act == "relu"
+
+
+# --- Forms that must not fuse, each with its reason ---
+
+
+class UsedTwice(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.bn(self.conv(x))
+        return self.relu(out) + out
+
+
+class AddUsedTwice(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.bn(self.conv(x)) + x
+        return self.relu(out) + out
+
+
+class Relu6(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu6(self.bn(self.conv(x)))
+
+
+class CalledTwice(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.relu(self.bn(self.relu(self.bn(x))))
+
+
+class Alpha(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.relu(torch.add(self.bn(self.conv(x)), x, alpha=2))
+
+
+class AddNumber(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.relu(self.bn(self.conv(x)) + 0.1)
+
+
+class AddItself(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.bn(self.conv(x))
+        return self.relu(out + out)
+
+
+class TwoAdds(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.relu(self.bn(self.conv(x)) + x + x)
+
+
+class IntoResidual(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        r = x * 2
+        r += self.bn(self.conv(x))
+        return self.relu(r)
+
+
+class InputUsedBeforeAdd(Block):
+    """The other use of the input could write into it; whether it does is not known."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.bn(x)
+        return self.relu(out + self.conv(x))
+
+
+class EvalOnly(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.bn(self.conv(x))
+        return out if self.training else self.relu(out)
+
+
+class DataDependent(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        out = F.relu(self.bn(self.conv(x)))
+        return out if x.sum() > 0 else 2 * out
+
+
+class OptionalArgument(Block):
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        out = F.relu(self.bn(self.conv(x)))
+        return out if mask is None else out * mask
+
+
+class AsksType(Block):
+    def forward(self, x: Tensor | list[Tensor]) -> Tensor:
+        x = x if isinstance(x, Tensor) else torch.cat(x)
+        return F.relu(self.bn(self.conv(x)))
+
+
+class NoGrad(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            x = self.conv(x)
+        return F.relu(self.bn(x))
+
+
+class Checkpointed(Block):
+    def inner(self, x: Tensor) -> Tensor:
+        return F.relu(self.bn(self.conv(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+class Draws(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        out = F.relu(self.bn(self.conv(x)))
+        return out if random.random() < 0.5 else 2 * out
+
+
+class DrawsTorch(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        out = F.relu(self.bn(self.conv(x)))
+        return out if torch.rand(()).item() < 0.5 else 2 * out
+
+
+class Counts(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return F.relu(self.bn(self.conv(x))) * self.count
+
+
+class CountsInBuffer(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps.add_(1)
+        return F.relu(self.bn(self.conv(x)))
+
+
+class Keeps(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(x.shape)
+        return F.relu(self.bn(self.conv(x)))
+
+
+class Constant(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.bn(self.conv(x))) + torch.ones(3, 1, 1).double()
+
+
+class OwnCopy(Block):
+    def __reduce__(self) -> Any:
+        return super().__reduce__()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.bn(self.conv(x)))
+
+
+@pytest.mark.parametrize(
+    ("cls", "note"),
+    [
+        (UsedTwice, "its output is used 2 times"),
+        (AddUsedTwice, "its output is used 2 times"),
+        (Relu6, "relu6 follows it, not a ReLU"),
+        (CalledTwice, "CalledTwice calls it 2 times"),
+        (Alpha, "the add behind it is not of two tensors"),
+        (AddNumber, "the add behind it is not of two tensors"),
+        (AddItself, "the add behind it is not of two tensors"),
+        (TwoAdds, "add follows it, not a ReLU"),
+        (IntoResidual, "it is the residual: it is added into another tensor"),
+        (InputUsedBeforeAdd, "its input is used again before the add"),
+        (EvalOnly, "no ReLU behind it was found"),
+        (DataDependent, "DataDependent cannot be traced: symbolically traced variables cannot be used as inputs to"),
+        (OptionalArgument, "OptionalArgument cannot be traced: its forward has the optional argument 'mask'"),
+        (AsksType, "AsksType cannot be traced: its forward asks for the type of a value"),
+        (NoGrad, "NoGrad cannot be traced: its forward changes the gradient or autocast mode"),
+        (Draws, "Draws cannot be traced: its forward draws random numbers outside the graph"),
+        (DrawsTorch, "DrawsTorch cannot be traced: its forward draws random numbers outside the graph"),
+        (Counts, "Counts cannot be traced: its forward sets count on the module"),
+        (CountsInBuffer, "CountsInBuffer cannot be traced: its forward sets steps on the module"),
+        (Keeps, "Keeps cannot be traced: its forward sets seen on the module"),
+        (Constant, "Constant cannot be traced: its forward sets _tensor_constant0 on the module"),
+        (OwnCopy, "OwnCopy defines its own copying, so its forward stays"),
+    ],
+)
+def test_leaves_alone(cls: type[Block], note: str) -> None:
+    block = cls()
+    fused, reason = fusion_of(block)
+    assert fused == ""
+    assert reason.startswith(note)
+    assert type(block) is cls
+    assert block.bn.act is None
+
+
+def test_tracing_leaves_no_mark() -> None:
+    for cls in (Counts, CountsInBuffer, Keeps, Constant, Draws, DrawsTorch):
+        block = cls()
+        block.conv.eval()
+        state, torch_state, names = random.getstate(), torch.get_rng_state(), set(vars(block))
+        convert(block, "l1")
+        assert (random.getstate(), set(vars(block))) == (state, names)
+        assert torch.equal(torch.get_rng_state(), torch_state)
+        assert (block.count, block.seen, block.steps.item()) == (0, [], 0)
+        assert block.training
+        assert not block.conv.training
+
+
+def test_decorated_or_replaced_forward() -> None:
+    class Decorated(Block):
+        @torch.no_grad()
+        def forward(self, x: Tensor) -> Tensor:
+            return F.relu(self.bn(self.conv(x)))
+
+    report = ConversionReport()
+    replaced = TorchRelu()
+    replaced.forward = lambda x: replaced.bn(x)  # type: ignore[method-assign]
+    convert(nn.ModuleList([Decorated(), replaced]), "l1", report=report)
+    assert [change.note for change in report.changes] == [
+        "Decorated cannot be traced: its forward is decorated or not a plain function",
+        "TorchRelu cannot be traced: its forward was replaced on the instance",
+    ]
+
+
+def test_checkpointed_forward() -> None:
+    report = ConversionReport()
+    assert type(convert(Checkpointed(), "l1", report=report)) is Checkpointed
+    assert report.changes[0].note.endswith("changes the gradient or autocast mode, or checkpoints activations")
+
+
+def test_hook_on_the_relu_keeps_it() -> None:
+    block = BasicBlock(3, 3)
+    block.relu.register_forward_hook(lambda *_: None)
+    assert fusion_of(block, "bn2") == ("", "ReLU with hooks follows it")
+
+
+# --- Where blocks begin and end ---
+
+
+class Outer(nn.Module):
+    """Control flow that cannot be traced around blocks that can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU())
+        self.blocks = nn.ModuleList([BasicBlock(4, 4), HandWrittenBlock(4, 4), RegNetBlock(4)])
+        self.bn = nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            if x.mean() > -1:
+                x = block(x)
+        return F.relu(self.bn(x))
+
+
+def test_untraceable_model_gets_fused_blocks() -> None:
+    model = Outer()
+    fused, note = fusion_of(model)
+    assert fused == ""
+    assert note.startswith("Outer cannot be traced")
+    assert type(model) is Outer
+    assert model.stem[1].act == "relu"
+    assert all(isinstance(block, FusedBlock) for block in model.blocks)
+
+
+class CallsInside(nn.Module):
+    """Looks at the modules of a Sequential one by one, as perceptual losses do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.ReLU(), nn.Conv2d(3, 3, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = x
+        for layer in self.features:
+            x = layer(x)
+            total = total + x
+        return total
+
+
+def test_sequential_whose_modules_are_called_one_by_one() -> None:
+    fused, note = fusion_of(CallsInside(), "features.1")
+    assert (fused, note) == ("", "CallsInside calls it from outside its own block")
+
+
+def test_relu_across_nested_sequentials() -> None:
+    inner = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3))
+    model = nn.Sequential(nn.Sequential(inner, nn.Identity()), nn.Sequential(nn.ReLU(inplace=True), nn.Conv2d(3, 2, 1)))
+    assert fusion_of(model, "0.0.1") == ("relu", "")
+    assert type(model[1][0]) is FusedReLU
+    shared = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3))
+    twice = nn.Sequential(shared, nn.ReLU(), shared)
+    assert fusion_of(twice, "0.1") == ("", "it is used at several places")
+
+
+def test_one_relu_object_at_many_places_of_a_sequential() -> None:
+    relu = nn.ReLU()
+    model = nn.Sequential(
+        nn.Conv2d(3, 3, 1), relu, nn.BatchNorm2d(3), relu, nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), relu
+    )
+    assert fusion_of(model, "2") == ("relu", "")
+    assert [type(model[i]).__name__ for i in (1, 3, 6)] == ["ReLU", "FusedReLU", "FusedReLU"]
+
+
+class SharedRelu(Block):
+    """The ReLU module is also called where no norm is in front: it must stay for that call."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.relu(self.conv(self.relu(self.bn(self.conv(x)))))
+
+
+class SlotRelu(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(self.relu(self.bn(self.conv(x))))
+
+
+def test_relu_module_is_replaced_only_if_all_its_calls_are_fused() -> None:
+    shared, alone = SharedRelu(), SlotRelu()
+    assert fusion_of(shared) == ("relu", "")
+    assert isinstance(shared, FusedBlock)
+    assert type(shared.relu) is nn.ReLU
+    assert fusion_of(alone) == ("relu", "")
+    assert type(alone) is SlotRelu
+    assert type(alone.relu) is FusedReLU
+
+
+def test_a_block_used_twice_is_fused_once() -> None:
+    block = BasicBlock(3, 3)
+    assert fusion_of(nn.Sequential(block, block), "0.bn2") == ("add + relu", "")
+
+
+class BothNorms(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.BatchNorm2d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.relu(self.bn(self.conv(x)) + self.other(x))
+
+
+def test_of_two_norms_before_an_add_the_left_takes_it() -> None:
+    assert fusion_of(BothNorms()) == ("add + relu", "")
+    assert fusion_of(BothNorms(), "other") == ("", "it is the residual of another norm")
+
+
+# --- After the conversion ---
+
+
+def test_changed_flags_are_noticed() -> None:
+    block = convert(BasicBlock(3, 3), "l1")
+    block(torch.randn(2, 3, 4, 4))
+    block.downsample = nn.Conv2d(3, 3, 1)
+    with pytest.raises(RuntimeError, match=r"BasicBlock\.downsample is Conv2d.* but was None when"):
+        block(torch.randn(2, 3, 4, 4))
+    block.downsample = None
+    block.stride = 7  # not read by forward
+    block(torch.randn(2, 3, 4, 4))
+
+
+def test_submodules_can_be_swapped_after_fusion() -> None:
+    block = convert(BasicBlock(3, 3), "l1").double().eval()
+    x = torch.randn(2, 3, 4, 4, dtype=torch.float64)
+    before = block(x)
+    block.conv2 = nn.Identity()
+    assert not torch.allclose(block(x), before)
+
+
+def test_hooks_on_blocks_and_leaves_fire() -> None:
+    model = convert(ResNet(), "l1")
+    fired: list[str] = []
+    for name, module in model.named_modules():
+        if name in ("layer1.0", "layer1.0.conv2", "layer1.0.bn2", "layer2.0.downsample"):
+            module.register_forward_hook(lambda *_, name=name: fired.append(name))
+    model(torch.randn(2, 3, 8, 8))
+    assert fired == ["layer1.0.conv2", "layer1.0.bn2", "layer1.0", "layer2.0.downsample"]
+
+
+def test_converting_again_leaves_fused_blocks() -> None:
+    model = convert(BasicBlock(3, 3), "l1")
+    cls = type(model)
+    report = ConversionReport()
+    assert type(convert(model, "linf", report=report)) is cls
+    assert len(report.skipped) == 2
+    model.bn1 = nn.BatchNorm2d(3)
+    report = ConversionReport()
+    convert(model, "l1", report=report)
+    assert (
+        report.converted[0].note == "FusedBasicBlock cannot be traced: it was fused before: go back with to_torch first"
+    )
+
+
+def test_graph_modules_are_converted_without_a_new_forward() -> None:
+    block = torch.fx.symbolic_trace(BasicBlock(3, 3))
+    assert fusion_of(block, "bn2")[1].endswith("defines its own copying, so its forward stays")
+    assert type(block.bn2).__name__ == "LpBatchNorm2d"
+
+
+def test_fused_blocks_survive_a_detour_over_sync_norms() -> None:
+    model = nn.Sequential(vgg_bn()[0], BasicBlock(6, 6)).double().eval()
+    x = torch.randn(2, 3, 4, 4, dtype=torch.float64)
+    expected = model(x)
+    synced = convert_sync_batchnorm(convert(model, "l1"))
+    assert_close(synced(x), expected)
+    assert_close(to_torch(synced)(x), expected)
+    assert type(synced[1].bn2) is nn.SyncBatchNorm
+    assert type(synced[0][1]) is nn.SyncBatchNorm
