@@ -1,8 +1,8 @@
-"""Fixtures for every test: one thread, a fixed seed, and on request memory that shows when it is read before written."""
+"""Fixtures for every test: one thread, a fixed seed, and on request memory that shows a read before the first write."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -30,7 +30,7 @@ def rng() -> torch.Generator:
 
 
 @pytest.fixture
-def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fill ``torch.empty`` and ``torch.empty_like`` with NaN, so that reading before writing shows in the result."""
 
     def poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -42,4 +42,3 @@ def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     for name in ("empty", "empty_like"):
         monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
-    yield

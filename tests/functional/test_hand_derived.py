@@ -1,0 +1,171 @@
+"""The hand-derived backward pass against autograd of the plain equation, for every kind and everything folded in."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import oracle
+import tolerances
+from normmatters.functional import hand_derived, lp_batch_norm
+
+SHAPES = [(7, 3), (4, 3, 5), (3, 2, 4, 5), (2, 3, 2, 3, 2)]
+
+
+def differentiated(function, x: Tensor, p, k, act, residual, weight, bias, g) -> list[Tensor]:
+    """Output, the running statistics it leaves, and the gradient of every tensor given."""
+    leaves = [t.detach().clone(memory_format=torch.preserve_format).requires_grad_() for t in (x, weight, bias)]
+    leaves += [] if residual is None else [residual.detach().clone().requires_grad_()]
+    mean, var = torch.zeros(2, x.shape[1], dtype=weight.dtype).unbind()
+    y = function(
+        leaves[0],
+        mean,
+        var,
+        None if p == "mean" else leaves[1],
+        leaves[2],
+        True,
+        1.0,
+        1e-3,
+        p=p,
+        k=k,
+        act=act,
+        residual=leaves[3] if residual is not None else None,
+    )
+    grads = torch.autograd.grad(y, leaves, g, allow_unused=p == "mean", materialize_grads=p == "mean")
+    return [y.detach(), mean, var, *grads]
+
+
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize("chunk", [1 << 18, 5])  # in one piece, and a sample at a time
+@pytest.mark.parametrize("act", [None, "relu"])
+@pytest.mark.parametrize("with_residual", [False, True])
+@pytest.mark.parametrize(("p", "k"), oracle.KINDS)
+def test_agrees_with_autograd(
+    p: float | str, k: int | None, with_residual: bool, act: str | None, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hand_derived, "CHUNK", chunk)
+    for shape in SHAPES:
+        x = torch.randn(shape, dtype=torch.float64) + 0.3
+        residual = torch.randn_like(x) if with_residual else None
+        weight, bias = torch.randn(2, shape[1], dtype=torch.float64).unbind()
+        g = torch.randn_like(x)
+        ours = differentiated(hand_derived.batch_norm, x, p, k, act, residual, weight, bias, g)
+        plain = differentiated(lp_batch_norm, x, p, k, act, residual, weight, bias, g)
+        for a, b in zip(ours, plain):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@given(
+    samples=st.integers(2, 4),
+    channels=st.sampled_from([1, 3, 65]),
+    pixels=st.integers(2, 5),
+    dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32]),
+    layout=st.sampled_from(["contiguous", "channels_last", "strided", "transposed"]),
+    kind=st.sampled_from(oracle.KINDS),
+    act=st.sampled_from([None, "relu"]),
+)
+def test_any_shape_dtype_and_layout(
+    samples: int, channels: int, pixels: int, dtype: torch.dtype, layout: str, kind, act: str | None
+) -> None:
+    """Against the plain equation in float64 on the same rounded inputs."""
+    p, k = kind
+    n = samples * pixels * pixels
+    x = torch.randn(samples, channels, pixels, pixels).to(dtype)
+    if layout == "channels_last":
+        x = x.contiguous(memory_format=torch.channels_last)
+    elif layout == "strided":
+        x = x.repeat_interleave(2, dim=-1)[..., ::2]
+    elif layout == "transposed":
+        x = x.transpose(2, 3)
+    weight, bias = torch.rand(2, channels).unbind()
+    bias = bias + 10.0 if act else bias  # open everywhere: whether a ReLU is open may hang on a rounding
+    g = torch.randn(x.shape).to(dtype)
+    y, _, _, dx, dw, db = differentiated(hand_derived.batch_norm, x, p, k, act, None, weight, bias, g)
+    wide = differentiated(lp_batch_norm, x.double(), p, k, act, None, weight.double(), bias.double(), g.double())
+    assert y.dtype == dx.dtype == dtype
+    scale = 4.0 if act is None else 16.0  # the size of the output, which is rounded to dtype
+    torch.testing.assert_close(y.double(), wide[0], rtol=0, atol=scale * tolerances.normalized(dtype, n))
+    slope = max(1.0, wide[2].rsqrt().max().item()) if p != "mean" else 1.0
+    torch.testing.assert_close(dx.double(), wide[3], rtol=0, atol=16 * slope * tolerances.gradient(dtype, n))
+    # Summed over inputs that are the same rounded numbers, in float32.
+    atol = 4 * tolerances.parameter_gradient(torch.float32, n)
+    torch.testing.assert_close(dw.double(), wide[4], rtol=0, atol=atol)
+    torch.testing.assert_close(db.double(), wide[5], rtol=0, atol=atol)
+
+
+def test_layout_is_kept() -> None:
+    x = torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last).requires_grad_()
+    y = hand_derived.batch_norm(x, training=True, act="relu")
+    (dx,) = torch.autograd.grad(y.sum(), x)
+    assert y.is_contiguous(memory_format=torch.channels_last)
+    assert dx.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize(("p", "k"), oracle.SCALED_KINDS)
+def test_a_constant_channel_has_finite_gradients(p: float | str, k: int | None) -> None:
+    x = torch.full((4, 1, 2), 3.0, dtype=torch.float64, requires_grad=True)
+    y = hand_derived.batch_norm(x, training=True, p=p, k=k)
+    g = torch.randn_like(y)
+    (dx,) = torch.autograd.grad(y, x, g)
+    torch.testing.assert_close(dx, (g - g.mean()) / math.sqrt(1e-5))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize(("p", "k"), oracle.KINDS)
+def test_nan_and_inf_spoil_their_channel_only(p: float | str, k: int | None, bad: float) -> None:
+    x = torch.randn(4, 2, 3)
+    x[1, 0, 2] = bad
+    x.requires_grad_()
+    y = hand_derived.batch_norm(x, training=True, p=p, k=k)
+    (dx,) = torch.autograd.grad(y, x, torch.randn_like(y))
+    assert not y[:, 0].isfinite().any()
+    assert y[:, 1].isfinite().all()
+    assert dx[:, 1].isfinite().all()
+    if p != "mean":
+        assert not dx[:, 0].isfinite().all()
+
+
+def test_saves_no_float_beside_input_and_output() -> None:
+    """What is kept for the backward pass: x, y, and numbers per channel."""
+    x = torch.randn(8, 3, 6, 6, requires_grad=True)
+    weight = torch.ones(3, requires_grad=True)
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y = hand_derived.batch_norm(x, weight=weight, training=True, act="relu")
+    large = [t for t in saved if t.numel() > 3]
+    assert {t.data_ptr() for t in large} == {x.data_ptr(), y.data_ptr()}
+    assert len(large) == 2
+
+
+def test_only_what_is_asked_for() -> None:
+    """A frozen input, a frozen weight, an output that is not used."""
+    x, weight = torch.randn(4, 3), torch.ones(3, requires_grad=True)
+    g = torch.randn(4, 3)
+    (dw,) = torch.autograd.grad(hand_derived.batch_norm(x, weight=weight, training=True), weight, g)
+    (expected,) = torch.autograd.grad(lp_batch_norm(x, weight=weight, training=True), weight, g)
+    torch.testing.assert_close(dw, expected)
+    x.requires_grad_()
+    y = hand_derived.batch_norm(x, weight=weight.detach(), training=True)
+    (dx,) = torch.autograd.grad(y, x, g)
+    (expected,) = torch.autograd.grad(lp_batch_norm(x, weight=weight.detach(), training=True), x, g)
+    torch.testing.assert_close(dx, expected)
+
+
+def test_differentiating_twice_says_what_to_use() -> None:
+    x = torch.randn(4, 3, requires_grad=True)
+    y = hand_derived.batch_norm(x, training=True)
+    (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)  # using the gradient is fine
+    with pytest.raises(RuntimeError, match=r"use normmatters\.functional\.lp_batch_norm"):
+        dx.sum().backward()
+
+
+def test_transforms_use_the_plain_equation() -> None:
+    x = torch.randn(4, 3, dtype=torch.float64)
+    gradient = torch.func.grad(lambda x: hand_derived.batch_norm(x, training=True).pow(3).sum())(x)
+    y = lp_batch_norm(x.requires_grad_(), training=True).pow(3).sum()
+    torch.testing.assert_close(gradient, torch.autograd.grad(y, x)[0])
