@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrize
+from torch.nn.utils import parametrize, prune
 
 from normmatters.functional.weight import slice_norm
 from normmatters.weight_norm import BoundedWeight, ClassicWeight, apply_weight_norm, initial_rho, remove_weight_norm
@@ -98,6 +98,7 @@ def test_layers_that_cannot_be_normalized_are_named_and_left_alone():
             "short": nn.Linear(4, 3),
             "grouped_up": nn.ConvTranspose2d(4, 4, 2, groups=2),
             "lazy": nn.LazyLinear(3),
+            "pruned": prune.random_unstructured(nn.Linear(8, 3), "weight", 0.5),
             "good": nn.Linear(8, 3),
         }
     )
@@ -110,6 +111,7 @@ def test_layers_that_cannot_be_normalized_are_named_and_left_alone():
         "short": "slice size 4",
         "grouped_up": "groups = 2",
         "lazy": "init",
+        "pruned": "hook",
     }
     assert set(report.skipped) == {f"{name}.weight" for name in reasons}
     for name, reason in reasons.items():

@@ -205,6 +205,7 @@ def integer_weight():
         (lambda: nn.Linear(3, 2), {"k": 2}, ValueError, "math.inf"),
         (lambda: nn.Linear(3, 2), {"p": INF, "k": 4}, ValueError, "slice size 3"),
         (lambda: nn.LazyLinear(2), {}, ValueError, "not initialised"),
+        (lambda: nn.Embedding(4, 3, sparse=True), {}, ValueError, "sparse"),
         (lambda: nn.Linear(3, 2, device="meta"), {}, ValueError, "meta"),
         (zero_channel, {}, ValueError, "slice 1 along dim 0"),
         (zero_channel, {"rho": 1.0}, ValueError, "slice 1"),

@@ -15,6 +15,7 @@ __all__ = ["WeightNormReport", "apply_weight_norm"]
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _LAYERS = (nn.Linear, nn.Bilinear, nn.Conv1d, nn.Conv2d, nn.Conv3d, *_TRANSPOSED)
 _RECURRENT = (nn.RNNBase, nn.RNNCellBase)
+_CELL_WEIGHTS = ("weight_ih", "weight_hh")
 _ATTENTION_WEIGHTS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
 
 
@@ -120,8 +121,7 @@ def _candidates(path: str, module: nn.Module, embeddings: bool) -> Iterator[_Can
     elif isinstance(module, nn.MultiheadAttention):
         names = [name for name in _ATTENTION_WEIGHTS if getattr(module, name) is not None]
     elif isinstance(module, _RECURRENT):
-        parametrized = list(module.parametrizations) if parametrize.is_parametrized(module) else []  # type: ignore[arg-type]
-        names = [name for name in [*module._parameters, *parametrized] if name.startswith("weight")]
+        names = [name for name in getattr(module, "_flat_weights_names", _CELL_WEIGHTS) if name.startswith("weight")]
     # Depthwise transposed convolutions, (in, 1, ...), have one output channel for each input channel.
     dim = 1 if isinstance(module, _TRANSPOSED) and not (module.groups > 1 and module.weight.shape[1] == 1) else 0
     yield from (_Candidate(path, module, name, dim) for name in names)
@@ -135,8 +135,10 @@ def _reason_to_skip(candidate: _Candidate, filter: Callable[[str, nn.Module], bo
         return "already parametrized"
     if isinstance(module, _TRANSPOSED) and module.groups > 1 and candidate.dim == 1:
         return f"its output channels are no slices of the weight (transposed convolution, groups = {module.groups})"
-    weight = module._parameters[candidate.name]
-    if weight is not None and not nn.parameter.is_lazy(weight) and weight.numel() == weight.shape[candidate.dim]:
+    weight = module._parameters.get(candidate.name)
+    if weight is None:
+        return "no parameter of its own (computed by a hook, such as pruning)"
+    if not nn.parameter.is_lazy(weight) and weight.numel() == weight.shape[candidate.dim]:
         return "one value in a channel: only its sign would be left"
     return None
 

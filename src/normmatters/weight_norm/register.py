@@ -125,6 +125,10 @@ def _parameter(module: nn.Module, name: str) -> Tensor:
         raise ValueError(f"{type(module).__name__} has no parameter {name!r}; it has: {names}")
     if isinstance(parameter, UninitializedParameter):
         raise ValueError(f"{type(module).__name__}.{name} is not initialised yet; run a forward pass first")
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+        raise ValueError(
+            f"{type(module).__name__} has sparse gradients, which cannot pass through a norm: sparse=False"
+        )
     return parameter
 
 
