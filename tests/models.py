@@ -1,7 +1,7 @@
 """Small networks written like the ones people convert: torchvision's, timm's, and the many hand-written ones.
 
-They mirror the forward passes, where fusion happens, with few channels; the real packages are tested where installed. At the end, what tests do with
-them.
+They mirror the forward passes, where fusion happens, with few channels; the real packages are tested where installed.
+At the end, what the tests do with them.
 """
 
 from __future__ import annotations

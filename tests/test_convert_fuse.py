@@ -4,34 +4,55 @@ from __future__ import annotations
 
 import copy
 import random
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.testing import assert_close
-from torch.utils.checkpoint import checkpoint
 
+from blocks import (
+    AddItself,
+    AddNumber,
+    AddUsedTwice,
+    Alias,
+    Alpha,
+    AsksType,
+    Block,
+    BothNorms,
+    Broadcast,
+    BroadcastUp,
+    CalledTwice,
+    Checkpointed,
+    Constant,
+    Counts,
+    CountsInBuffer,
+    DataDependent,
+    Draws,
+    DrawsTorch,
+    EvalOnly,
+    InputUsedBeforeAdd,
+    IntoResidual,
+    Keeps,
+    MethodAdd,
+    NoGrad,
+    OptionalArgument,
+    OwnCopy,
+    Relu6,
+    ReluMethod,
+    ResidualIsFused,
+    ResidualLeft,
+    SharedRelu,
+    SlotRelu,
+    TorchRelu,
+    TupleOutput,
+    TwoAdds,
+    UsedTwice,
+)
 from models import BasicBlock, HandWrittenBlock, RegNetBlock, ResNet, vgg_bn
 from normmatters.convert import ConversionReport, convert, to_torch
 from normmatters.convert.fused import FusedBlock, FusedReLU, norm_add_relu
 from normmatters.nn.sync import convert_sync_batchnorm
-
-
-class Block(nn.Module):
-    """A norm, what a subclass does behind it, and the parts to do it with."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 3, 3, padding=1)
-        self.bn = nn.BatchNorm2d(3)
-        self.relu = nn.ReLU()
-        self.flag = False
-        self.count = 0
-        self.seen: list[Any] = []
-        self.scale = nn.Parameter(torch.full((3, 1, 1), 0.5))
-        self.register_buffer("steps", torch.zeros(()))
 
 
 def fusion_of(block: nn.Module, name: str = "bn") -> tuple[str, str]:
@@ -67,66 +88,6 @@ def fusion_of(block: nn.Module, name: str = "bn") -> tuple[str, str]:
 # --- Forms that fuse ---
 
 
-class ReluMethod(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.bn(self.conv(x)).relu_()
-
-
-class TorchRelu(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(self.bn(self.conv(x)))
-
-
-class MethodAdd(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.relu(self.bn(self.conv(x)).add_(x))
-
-
-class ResidualLeft(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return F.relu(torch.add(x, self.bn(self.conv(x))))
-
-
-class Broadcast(Block):
-    """The add broadcasts: the fused operation would refuse, so the block falls back at run time."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.relu(self.bn(self.conv(x)) + self.scale)
-
-
-class BroadcastUp(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.relu(self.bn(self.conv(x).mean((2, 3), keepdim=True)) + x)
-
-
-class ResidualIsFused(Block):
-    """The residual of one norm is the ReLU that another norm takes over."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.BatchNorm2d(3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        r = F.relu(self.first(x))
-        return F.relu(self.bn(self.conv(r)) + r)
-
-
-class TupleOutput(Block):
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        out = F.relu(self.bn(self.conv(x)))
-        return out, x * 2
-
-
-class Alias(Block):
-    """`z` is another name of `out`, so it sees the in-place add."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = F.relu(self.bn(self.conv(x))) * 2
-        z = out
-        out += x
-        return out + z
-
-
 @pytest.mark.parametrize(
     ("cls", "kind"),
     [
@@ -158,146 +119,6 @@ def test_residual_of_a_wider_dtype_promotes_as_the_add_did() -> None:
 
 
 # --- Forms that must not fuse, each with its reason ---
-
-
-class UsedTwice(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.bn(self.conv(x))
-        return self.relu(out) + out
-
-
-class AddUsedTwice(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.bn(self.conv(x)) + x
-        return self.relu(out) + out
-
-
-class Relu6(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return F.relu6(self.bn(self.conv(x)))
-
-
-class CalledTwice(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.relu(self.bn(self.relu(self.bn(x))))
-
-
-class Alpha(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.relu(torch.add(self.bn(self.conv(x)), x, alpha=2))
-
-
-class AddNumber(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.relu(self.bn(self.conv(x)) + 0.1)
-
-
-class AddItself(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.bn(self.conv(x))
-        return self.relu(out + out)
-
-
-class TwoAdds(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.relu(self.bn(self.conv(x)) + x + x)
-
-
-class IntoResidual(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        r = x * 2
-        r += self.bn(self.conv(x))
-        return self.relu(r)
-
-
-class InputUsedBeforeAdd(Block):
-    """The other use of the input could write into it; whether it does is not known."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.bn(x)
-        return self.relu(out + self.conv(x))
-
-
-class EvalOnly(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.bn(self.conv(x))
-        return out if self.training else self.relu(out)
-
-
-class DataDependent(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        out = F.relu(self.bn(self.conv(x)))
-        return out if x.sum() > 0 else 2 * out
-
-
-class OptionalArgument(Block):
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        out = F.relu(self.bn(self.conv(x)))
-        return out if mask is None else out * mask
-
-
-class AsksType(Block):
-    def forward(self, x: Tensor | list[Tensor]) -> Tensor:
-        x = x if isinstance(x, Tensor) else torch.cat(x)
-        return F.relu(self.bn(self.conv(x)))
-
-
-class NoGrad(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            x = self.conv(x)
-        return F.relu(self.bn(x))
-
-
-class Checkpointed(Block):
-    def inner(self, x: Tensor) -> Tensor:
-        return F.relu(self.bn(self.conv(x)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.inner, x, use_reentrant=False)
-
-
-class Draws(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        out = F.relu(self.bn(self.conv(x)))
-        return out if random.random() < 0.5 else 2 * out
-
-
-class DrawsTorch(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        out = F.relu(self.bn(self.conv(x)))
-        return out if torch.rand(()).item() < 0.5 else 2 * out
-
-
-class Counts(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        self.count += 1
-        return F.relu(self.bn(self.conv(x))) * self.count
-
-
-class CountsInBuffer(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        self.steps.add_(1)
-        return F.relu(self.bn(self.conv(x)))
-
-
-class Keeps(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen.append(x.shape)
-        return F.relu(self.bn(self.conv(x)))
-
-
-class Constant(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return F.relu(self.bn(self.conv(x))) + torch.ones(3, 1, 1).double()
-
-
-class OwnCopy(Block):
-    def __reduce__(self) -> Any:
-        return super().__reduce__()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.relu(self.bn(self.conv(x)))
 
 
 @pytest.mark.parametrize(
@@ -446,18 +267,6 @@ def test_one_relu_object_at_many_places_of_a_sequential() -> None:
     assert [type(model[i]).__name__ for i in (1, 3, 6)] == ["ReLU", "FusedReLU", "FusedReLU"]
 
 
-class SharedRelu(Block):
-    """The ReLU module is also called where no norm is in front: it must stay for that call."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.relu(self.conv(self.relu(self.bn(self.conv(x)))))
-
-
-class SlotRelu(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.conv(self.relu(self.bn(self.conv(x))))
-
-
 def test_relu_module_is_replaced_only_if_all_its_calls_are_fused() -> None:
     shared, alone = SharedRelu(), SlotRelu()
     assert fusion_of(shared) == ("relu", "")
@@ -471,15 +280,6 @@ def test_relu_module_is_replaced_only_if_all_its_calls_are_fused() -> None:
 def test_a_block_used_twice_is_fused_once() -> None:
     block = BasicBlock(3, 3)
     assert fusion_of(nn.Sequential(block, block), "0.bn2") == ("add + relu", "")
-
-
-class BothNorms(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.other = nn.BatchNorm2d(3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.relu(self.bn(self.conv(x)) + self.other(x))
 
 
 def test_of_two_norms_before_an_add_the_left_takes_it() -> None:
