@@ -26,25 +26,11 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 from torch.optim.sgd import sgd
 
-from normmatters.optim._common import (
-    Group,
-    check_dense_gradients,
-    check_number,
-    host_known,
-    host_value,
-    is_capturing,
-    parameter_label,
-)
-
-# w is divided by a power of two when α reaches this: exact, rare, and early enough that BN's eps and fp16 gradients,
-# which see the norm, hardly notice.
-RESCALE_AT = 16.0
-# |cos(w, ∇L)| above which a weight is refused as not scale invariant; BN's eps and fp16 noise stay well below.
-INVARIANCE_TOLERANCE = 1e-2
+from normmatters.optim._common import Group, check_number, host_known, host_value
+from normmatters.optim._decay_free import WeightDecayFree, rescale_factor
 
 Scalar = TypeVar("Scalar", float, Tensor)
 
@@ -65,135 +51,6 @@ def next_alpha_kappa(
     s = 1 - lr * (weight_decay + momentum * k if nesterov else k)
     # Without momentum SGD keeps no buffer, so there is nothing along w in it either.
     return alpha / s, k / s if momentum != 0 else 0 * kappa  # type: ignore[return-value]
-
-
-class WeightDecayFree(Optimizer):
-    """What the weight-decay-free optimizers share: α in the state of each parameter, checks, and rescaling."""
-
-    _scalars: tuple[tuple[str, float], ...] = (("alpha", 1.0),)
-
-    def _check_group(self, index: int, group: Group) -> None:
-        """Raise if the group's numbers are unusable. Reads no device."""
-        raise TypeError(f"{type(self).__name__} defines no checks")
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        super().add_param_group(param_group)
-        try:
-            self._check_group(len(self.param_groups) - 1, self.param_groups[-1])
-        except (TypeError, ValueError):
-            self.param_groups.pop()
-            raise
-
-    def _check_step(self) -> None:
-        """Everything that can be refused is refused here, before the first parameter changes."""
-        capturing = is_capturing()
-        for index, group in enumerate(self.param_groups):
-            self._check_group(index, group)
-            check_dense_gradients(index, group)
-            if capturing and not group["capturable"]:
-                raise ValueError(f"group {index} is captured into a CUDA graph: pass capturable=True")
-            if not group["weight_decay_free"]:
-                continue
-            if group["check_invariance"] and not capturing:
-                self._check_invariance(index, group)
-            if group["capturable"]:
-                self._check_capturable(index, group)
-
-    def _check_invariance(self, index: int, group: Group) -> None:
-        """A scale-invariant weight has ⟨w, ∇L⟩ = 0; look once, at a parameter's first step."""
-        for i, p in enumerate(group["params"]):
-            if p.grad is None or "alpha" in self.state.get(p, ()):
-                continue
-            w, g = p.detach().double().flatten(), p.grad.double().flatten()
-            inner, norm, grad_norm = torch.stack([w @ g, w.norm(), g.norm()]).tolist()
-            label = parameter_label(index, group, i)
-            if norm == 0:
-                raise ValueError(
-                    f"{label} is all zero, so it has no direction to keep: put it in a group with "
-                    "weight_decay_free=False"
-                )
-            if abs(inner) > INVARIANCE_TOLERANCE * norm * grad_norm:
-                raise ValueError(
-                    f"{label} is not scale invariant: the cosine between it and its gradient is "
-                    f"{inner / (norm * grad_norm):.3g}, expected 0 (at most {INVARIANCE_TOLERANCE:g}). Put it in a "
-                    "group with weight_decay_free=False, where weight_decay is applied as usual"
-                )
-
-    def _check_capturable(self, index: int, group: Group) -> None:
-        """Captured scalars are shared by the whole cohort, so its parameters must step together."""
-        alphas = [self.state.get(p, {}).get("alpha") for p in group["params"]]
-        stepping = {id(a) for p, a in zip(group["params"], alphas) if p.grad is not None and a is not None}
-        for i, p in enumerate(group["params"]):
-            if p.dtype not in (torch.float32, torch.float64):
-                label = parameter_label(index, group, i)
-                raise ValueError(f"capturable=True needs float32 or float64 parameters, {label} is {p.dtype}")
-            if p.grad is None and id(alphas[i]) in stepping:
-                raise ValueError(
-                    f"{parameter_label(index, group, i)} has no gradient in a step in which its group has: with "
-                    "capturable=True give it a group of its own"
-                )
-
-    def _cohorts(self, group: Group) -> list[list[Tensor]]:
-        """The group's parameters that have gradients, split by device, dtype and history (those with equal α).
-
-        A step without a gradient does not decay a parameter in ``torch.optim``, so its α goes its own way from there.
-        """
-        fresh: dict[Any, list[Tensor]] = {}
-        cohorts: dict[Any, list[Tensor]] = {}
-        for p in group["params"]:
-            if p.grad is None:
-                continue
-            place: tuple[Any, ...] = (p.device, p.dtype)
-            if "alpha" not in self.state.get(p, ()):
-                fresh.setdefault(place, []).append(p)
-            elif group["capturable"]:
-                cohorts.setdefault((*place, id(self.state[p]["alpha"])), []).append(p)
-            else:
-                cohorts.setdefault((*place, *(self.state[p][name] for name, _ in self._scalars)), []).append(p)
-        for (device, _), params in fresh.items():
-            for name, start in self._scalars:
-                value = torch.full((), start, dtype=torch.float64, device=device) if group["capturable"] else start
-                for p in params:
-                    self.state[p][name] = value
-        result = [*cohorts.values(), *fresh.values()]
-        one_by_one = group["foreach"] is False and not group["capturable"]
-        return [[p] for params in result for p in params] if one_by_one else result
-
-    def _store(self, group: Group, params: list[Tensor], values: tuple[Any, ...]) -> None:
-        """Write a cohort's new scalars; tensors (shared by the cohort) in place, so that a graph finds them again."""
-        for (name, _), value in zip(self._scalars, values):
-            if group["capturable"]:
-                self.state[params[0]][name].copy_(value)
-            else:
-                for p in params:
-                    self.state[p][name] = value
-
-    def _free_groups(self) -> list[Group]:
-        return [group for group in self.param_groups if group["weight_decay_free"]]
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in ``torch.optim``; α stays in double and captured scalars stay shared, bit for bit."""
-        super().load_state_dict(state_dict)
-        saved_state = state_dict["state"]
-        for group, saved_group in zip(self.param_groups, state_dict["param_groups"]):
-            shared: dict[Any, Tensor] = {}
-            for p, key in zip(group["params"], saved_group["params"]):
-                if key not in saved_state or "alpha" not in saved_state[key]:
-                    continue
-                values = tuple(host_value(saved_state[key][name]) for name, _ in self._scalars)
-                for (name, _), value in zip(self._scalars, values):
-                    if group["capturable"]:
-                        tensor = torch.tensor(value, dtype=torch.float64, device=p.device)
-                        self.state[p][name] = shared.setdefault((p.device, p.dtype, name, values), tensor)
-                    else:
-                        self.state[p][name] = value
-
-
-def rescale_factor(alpha: Scalar) -> Scalar:
-    """The power of two that brings α back below RESCALE_AT; 1 while it is there."""
-    if isinstance(alpha, Tensor):
-        return torch.where(alpha >= RESCALE_AT, 1 / RESCALE_AT, 1.0).to(alpha.dtype)
-    return 1.0 if alpha < RESCALE_AT else 2.0 ** -math.floor(math.log2(alpha))
 
 
 class WeightDecayFreeSGD(WeightDecayFree):

@@ -22,7 +22,7 @@ from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
 from normmatters.optim._common import Group, check_number, host_known, host_value
-from normmatters.optim.weight_decay_free import WeightDecayFree, rescale_factor
+from normmatters.optim._decay_free import WeightDecayFree, rescale_factor
 
 
 class WeightDecayFreeAdamW(WeightDecayFree):

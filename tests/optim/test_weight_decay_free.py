@@ -1,0 +1,339 @@
+from __future__ import annotations
+
+import copy
+import io
+import math
+
+import pytest
+import torch
+from digits import backward, digit_net, direction_error, split, train
+from torch import nn
+
+from normmatters.optim._decay_free import RESCALE_AT
+from normmatters.optim.weight_decay_free import WeightDecayFreeSGD, largest_decay, next_alpha_kappa
+from normmatters.optim.weight_decay_free_adamw import WeightDecayFreeAdamW
+
+# Rounding of float64 grows over 500 steps of a chaotic map; it stays far below this, and a wrong formula far above.
+EXACT = 1e-10
+
+
+def free_sgd(net: nn.Sequential, **kwargs: object) -> WeightDecayFreeSGD:
+    invariant, rest = split(net)
+    return WeightDecayFreeSGD([{"params": invariant}, {"params": rest, "weight_decay_free": False}], **kwargs)
+
+
+def free_adamw(net: nn.Sequential, **kwargs: object) -> WeightDecayFreeAdamW:
+    invariant, rest = split(net)
+    return WeightDecayFreeAdamW([{"params": invariant}, {"params": rest, "weight_decay_free": False}], **kwargs)
+
+
+def warmup_and_drop(t: int) -> float:
+    return 0.1 * min(1.0, t / 20) if t < 300 else 0.01  # the first step has lr 0
+
+
+@pytest.mark.parametrize("weight_decay", [5e-4, 5e-3])
+@pytest.mark.parametrize(("momentum", "nesterov"), [(0.0, False), (0.9, False), (0.9, True)])
+def test_directions_are_those_of_sgd_with_weight_decay(momentum, nesterov, weight_decay):
+    kwargs = {"lr": 0.1, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov}
+    decayed, free = digit_net(), digit_net()
+    train(decayed, torch.optim.SGD(decayed.parameters(), **kwargs), 500, warmup_and_drop)
+    optimizer = free_sgd(free, **kwargs)
+    train(free, optimizer, 500, warmup_and_drop)
+
+    assert direction_error(split(decayed)[0], split(free)[0]) < EXACT
+    for p, q in zip(split(decayed)[1], split(free)[1]):  # ordinary SGD with decay there
+        assert (p - q).abs().max() < EXACT
+    # And the norms differ by the α of the recursion, which had something to do.
+    alpha = optimizer.state[free[0].weight]["alpha"]
+    assert alpha > 1.01
+    assert (free[0].weight.norm() / decayed[0].weight.norm()).item() == pytest.approx(alpha, rel=1e-9)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("capturable", [False, True])
+def test_long_runs_rescale_by_exact_powers_of_two(nesterov, capturable):
+    # ηλ = .002, close to the bound: α grows 2.2 % a step and would pass 1e3.
+    kwargs = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.02, "nesterov": nesterov}
+    decayed, free = digit_net(), digit_net()
+    train(decayed, torch.optim.SGD(decayed.parameters(), **kwargs), 300)
+    optimizer = free_sgd(free, **kwargs, capturable=capturable)
+    train(free, optimizer, 300)
+    alpha, kappa = 1.0, 0.0
+    for _ in range(300):
+        alpha, kappa = next_alpha_kappa(alpha, kappa, 0.1, 0.02, 0.9, nesterov)
+    state = optimizer.state[free[0].weight]
+    assert alpha > RESCALE_AT**2
+    assert float(state["alpha"]) < RESCALE_AT
+    assert math.log2(alpha / float(state["alpha"])) == pytest.approx(round(math.log2(alpha / float(state["alpha"]))))
+    assert direction_error(split(decayed)[0], split(free)[0]) < EXACT
+
+
+@pytest.mark.parametrize("make", [WeightDecayFreeSGD, WeightDecayFreeAdamW])
+def test_float32_never_overflows(make):
+    """At the bound α grows 5 % a step: after 2500 steps by e^130, and float32 ends at e^88."""
+    w = nn.Parameter(torch.randn(4, 3))
+    kwargs = {"lr": 0.1, "weight_decay": 0.0263} | ({"momentum": 0.9} if make is WeightDecayFreeSGD else {})
+    kwargs["weight_decay"] *= 20 if make is WeightDecayFreeAdamW else 1
+    optimizer = make([w], **kwargs)
+    for _ in range(2500):
+        unit = w.detach() / w.detach().norm()
+        w.grad = torch.randn(4, 3) / w.detach().norm()
+        w.grad -= (w.grad * unit).sum() * unit
+        optimizer.step()
+        assert optimizer.state[w]["alpha"] < RESCALE_AT
+    assert w.isfinite().all()
+    assert 1e-3 < w.norm() < 1e3
+
+
+def test_momentum_may_change_and_parameters_may_miss_steps():
+    """A step without a gradient does not decay a parameter, so α is its own; OneCycle changes μ from step to step."""
+    decayed, free = digit_net(), digit_net()
+    sgd = torch.optim.SGD(decayed.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-3)
+    optimizer = free_sgd(free, lr=0.1, momentum=0.9, weight_decay=5e-3)
+    for net, opt in ((decayed, sgd), (free, optimizer)):
+        for t in range(120):
+            backward(net, torch.arange(32) + t)
+            if t % 3 == 0:
+                net[3].weight.grad = None
+            for group in opt.param_groups:
+                group["momentum"] = 0.85 + 0.1 * math.sin(t / 9) ** 2
+            opt.step()
+    assert direction_error(split(decayed)[0], split(free)[0]) < EXACT
+    assert optimizer.state[free[0].weight]["alpha"] > 1.02 * optimizer.state[free[3].weight]["alpha"]
+
+
+@pytest.mark.parametrize("options", [{"foreach": True}, {"foreach": False}, {"fused": True}, {"capturable": True}])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_implementations_agree(options, momentum):
+    plain, other = digit_net(), digit_net()
+    for net, extra in ((plain, {}), (other, options)):
+        train(net, free_sgd(net, lr=0.1, momentum=momentum, weight_decay=5e-3, **extra), 30)
+    for p, q in zip(plain.parameters(), other.parameters()):
+        assert (p - q).abs().max() < 1e-12
+
+
+def test_maximize_is_minimizing_the_negative():
+    nets = digit_net(), digit_net()
+    for net, sign in zip(nets, (1, -1)):
+        optimizer = free_sgd(net, lr=0.1, momentum=0.9, weight_decay=5e-3, nesterov=True, maximize=sign < 0)
+        for t in range(20):
+            backward(net, torch.arange(32) + t)
+            for p in net.parameters():
+                p.grad.mul_(sign)
+            optimizer.step()
+    for p, q in zip(nets[0].parameters(), nets[1].parameters()):
+        assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("make", [free_sgd, free_adamw])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_resume_is_bit_for_bit(make, dtype):
+    """Through a file, as a checkpoint goes; α is kept in double whatever the weights are."""
+    kwargs = {"lr": 0.05, "weight_decay": 0.02} | ({"momentum": 0.9} if make is free_sgd else {})
+    whole = digit_net().to(dtype)
+    optimizer = make(whole, **kwargs)
+    train(whole, optimizer, 10)
+    file = io.BytesIO()
+    torch.save({"net": whole.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    file.seek(0)
+    train(whole, optimizer, 10, start=10)
+
+    resumed = digit_net(seed=1).to(dtype)
+    saved = torch.load(file, weights_only=True)
+    resumed.load_state_dict(saved["net"])
+    again = make(resumed, lr=1.0 if make is free_sgd else 0.1, weight_decay=1e-3)
+    again.load_state_dict(saved["optimizer"])
+    train(resumed, again, 10, start=10)
+    for p, q in zip(whole.parameters(), resumed.parameters()):
+        assert torch.equal(p, q)
+    assert optimizer.state[whole[0].weight]["alpha"] == again.state[resumed[0].weight]["alpha"]
+
+
+def test_capturable_scalars_stay_double_and_shared_after_a_load():
+    whole = digit_net().float()
+    kwargs = {"lr": torch.tensor(0.1), "momentum": 0.9, "weight_decay": 0.02, "capturable": True}
+    groups = [{"params": split(whole)[0]}]
+    optimizer = WeightDecayFreeSGD(groups, **kwargs)
+    train(whole, optimizer, 10)
+    resumed = copy.deepcopy(whole)
+    again = WeightDecayFreeSGD([{"params": split(resumed)[0]}], **kwargs)
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    train(whole, optimizer, 40, start=10)
+    train(resumed, again, 40, start=10)
+    assert torch.equal(whole[3].weight, resumed[3].weight)
+    first, second = (again.state[p]["alpha"] for p in split(resumed)[0])
+    assert first is second
+    assert first.dtype == torch.float64
+    assert torch.equal(first, optimizer.state[whole[0].weight]["alpha"])
+
+
+def test_closure_scheduler_grad_scaler_and_named_parameters():
+    decayed, free = digit_net(), digit_net()
+    sgd = torch.optim.SGD(decayed.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-3)
+    optimizer = free_sgd(free, lr=0.1, momentum=0.9, weight_decay=5e-3)
+    schedulers = [
+        torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=40, cycle_momentum=True) for o in (sgd, optimizer)
+    ]
+    for t in range(40):
+        for net, opt, scheduler in ((decayed, sgd, schedulers[0]), (free, optimizer, schedulers[1])):
+            loss = opt.step(torch.enable_grad()(lambda net=net, t=t: backward(net, torch.arange(32) + t)))
+            assert loss.item() > 0
+            if t < 39:
+                scheduler.step()
+    assert direction_error(split(decayed)[0], split(free)[0]) < EXACT
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    before, alpha = free[0].weight.clone(), optimizer.state[free[0].weight]["alpha"]
+    scaler.scale(backward(free, torch.arange(32))).detach()
+    free[0].weight.grad[0, 0, 0, 0] = torch.inf  # a skipped step is none: α must not move
+    scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(before, free[0].weight)
+    assert optimizer.state[free[0].weight]["alpha"] == alpha
+
+
+@pytest.mark.parametrize("amsgrad", [False, True])
+@pytest.mark.parametrize("weight_decay", [0.05, 0.5])
+def test_directions_are_those_of_adamw(weight_decay, amsgrad):
+    kwargs = {"lr": 0.01, "weight_decay": weight_decay, "amsgrad": amsgrad, "eps": 1e-4}  # an eps that would show
+    decayed, free = digit_net(), digit_net()
+    schedule = lambda t: warmup_and_drop(t) / 10  # noqa: E731
+    train(decayed, torch.optim.AdamW(decayed.parameters(), **kwargs), 320, schedule)
+    optimizer = free_adamw(free, **kwargs)
+    train(free, optimizer, 320, schedule)
+    assert direction_error(split(decayed)[0], split(free)[0]) < EXACT
+    for p, q in zip(split(decayed)[1], split(free)[1]):
+        assert (p - q).abs().max() < EXACT
+    assert optimizer.state[free[0].weight]["alpha"] > 1.1
+
+
+def test_adamw_rescales():
+    kwargs = {"lr": 0.02, "weight_decay": 2.0}
+    decayed, free = digit_net(), digit_net()
+    train(decayed, torch.optim.AdamW(decayed.parameters(), **kwargs), 120)
+    optimizer = free_adamw(free, **kwargs)
+    train(free, optimizer, 120)
+    assert (1 - 0.04) ** -120 > RESCALE_AT > optimizer.state[free[0].weight]["alpha"]
+    assert direction_error(split(decayed)[0], split(free)[0]) < EXACT
+
+
+@pytest.mark.parametrize(("momentum", "nesterov"), [(0.0, False), (0.5, False), (0.9, False), (0.5, True), (0.9, True)])
+def test_the_bound_is_where_alpha_turns_negative(momentum, nesterov):
+    def stays_positive(product: float) -> bool:
+        alpha, kappa = 1.0, 0.0
+        for _ in range(20_000):
+            new, kappa = next_alpha_kappa(alpha, kappa, 1.0, product, momentum, nesterov)
+            if not new > 0:
+                return False
+            alpha = 1.0
+        return True
+
+    bound = largest_decay(momentum, nesterov)
+    assert stays_positive(bound * 0.999)
+    if momentum > 0:
+        assert not stays_positive(bound * 1.001)
+
+
+def test_refuses_what_has_no_weight_decay_free_form():
+    net = digit_net()
+    with pytest.raises(ValueError, match=r"lr \* weight_decay = 0.005 is more than \(1-sqrt\(momentum\)\)\^2 = 0.0026"):
+        free_sgd(net, lr=0.1, momentum=0.9, weight_decay=0.05)
+    optimizer = free_sgd(net, lr=0.1, momentum=0.9, weight_decay=5e-3)
+    train(net, optimizer, 1)
+    before = copy.deepcopy(net.state_dict())
+    optimizer.param_groups[0]["lr"] = 1.0
+    with pytest.raises(ValueError, match="turn negative"):
+        optimizer.step()
+    assert all(torch.equal(before[k], v) for k, v in net.state_dict().items())
+    with pytest.raises(ValueError, match="below 1, got 2"):
+        free_adamw(net, lr=1.0, weight_decay=2.0)
+    with pytest.raises(ValueError, match="dampening must be 0"):
+        free_sgd(net, lr=0.1, momentum=0.9, dampening=0.1)
+    with pytest.raises(ValueError, match="nesterov=True needs momentum"):
+        free_sgd(net, lr=0.1, nesterov=True)
+    with pytest.raises(ValueError, match="fused=True does not go with"):
+        free_sgd(net, lr=0.1, momentum=0.9, nesterov=True, fused=True)
+    with pytest.raises(TypeError, match="lr must be a number, got str"):
+        free_sgd(net, lr="0.1")
+    with pytest.raises(ValueError, match="momentum must be in"):
+        free_sgd(net, lr=0.1, momentum=1.0)
+
+
+def test_errors_name_the_parameter():
+    net = digit_net()
+    optimizer = WeightDecayFreeSGD(net.named_parameters(), lr=0.1, weight_decay=5e-4)
+    backward(net, torch.arange(64))
+    with pytest.raises(ValueError, match=r"'1.weight' \(parameter 1 of group 0, shape \(6,\)\) is a vector"):
+        optimizer.step()
+    optimizer = WeightDecayFreeSGD([(n, p) for n, p in net.named_parameters() if p.ndim > 1], lr=0.1)
+    with pytest.raises(ValueError, match=r"'7.weight' \(parameter 2 of group 0.*is not scale invariant: the cosine"):
+        optimizer.step()
+    assert not optimizer.state
+    zero = nn.Parameter(torch.zeros(3, 2))
+    optimizer = WeightDecayFreeSGD([("still", zero)], lr=0.1)
+    zero.grad = torch.ones(3, 2)
+    with pytest.raises(ValueError, match=r"'still'.*all zero"):
+        optimizer.step()
+    table = nn.Embedding(4, 3, sparse=True)
+    optimizer = WeightDecayFreeSGD(table.parameters(), lr=0.1)
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(ValueError, match=r"parameter 0 of group 0, shape \(4, 3\) has a torch.sparse_coo gradient"):
+        optimizer.step()
+    half = nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16))
+    half.grad = torch.zeros_like(half)
+    with pytest.raises(ValueError, match="needs float32 or float64 parameters"):
+        WeightDecayFreeSGD([half], lr=0.1, capturable=True).step()
+
+
+def test_adam_turns_weights_by_lr_over_norm_and_sgd_by_lr_over_norm_squared():
+    """Measured: multiply the norm by c; the first step's angle falls by c for Adam and by c² for SGD."""
+
+    def angle(make, scale: float) -> float:
+        net = digit_net()
+        with torch.no_grad():
+            net[0].weight.mul_(scale)
+        before = net[0].weight.detach().clone()
+        train(net, make(net.parameters()), 3)
+        after = net[0].weight.detach()
+        cosine = (before * after).sum() / (before.norm() * after.norm())
+        return math.acos(min(1.0, cosine.item()))
+
+    adam = [angle(lambda p: torch.optim.Adam(p, lr=1e-4, eps=1e-30), c) for c in (1.0, 10.0)]
+    sgd = [angle(lambda p: torch.optim.SGD(p, lr=1e-3), c) for c in (1.0, 10.0)]
+    assert math.log10(adam[0] / adam[1]) == pytest.approx(1.0, abs=0.01)
+    assert math.log10(sgd[0] / sgd[1]) == pytest.approx(2.0, abs=0.01)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("make", [free_sgd, free_adamw])
+def test_cuda_graph_replays_the_same_steps(make):
+    kwargs = {"weight_decay": 0.02, "capturable": True, "check_invariance": False}
+    kwargs |= {"lr": 0.1, "momentum": 0.9} if make is free_sgd else {"lr": torch.tensor(0.01, device="cuda")}
+    nets = [digit_net().float().cuda() for _ in range(2)]
+    optimizers = []
+    for net in nets:
+        for p in net.parameters():
+            p.grad = torch.zeros_like(p)
+        optimizers.append(make(net, **kwargs))
+    graph = torch.cuda.CUDAGraph()
+    stream = torch.cuda.Stream()
+    gradients = [[torch.randn_like(p) for p in nets[0].parameters()] for _ in range(60)]
+
+    def give(net, t):
+        for p, g in zip(net.parameters(), gradients[t]):
+            p.grad.copy_(g)
+
+    with torch.cuda.stream(stream):
+        give(nets[0], 0)
+        optimizers[0].step()
+    torch.cuda.current_stream().wait_stream(stream)
+    with torch.cuda.graph(graph):
+        optimizers[0].step()
+    for t in range(1, 60):
+        give(nets[0], t)
+        graph.replay()
+    for t in range(60):
+        give(nets[1], t)
+        optimizers[1].step()
+    for p, q in zip(nets[0].parameters(), nets[1].parameters()):
+        torch.testing.assert_close(p, q)
