@@ -305,6 +305,7 @@ def test_adam_turns_weights_by_lr_over_norm_and_sgd_by_lr_over_norm_squared():
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("make", [free_sgd, free_adamw])
 def test_cuda_graph_replays_the_same_steps(make):
     kwargs = {"weight_decay": 0.02, "capturable": True, "check_invariance": False}

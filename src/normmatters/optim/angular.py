@@ -34,7 +34,8 @@ class AngularSGD(Optimizer):
 
     Args:
         params: parameters, (name, parameter) pairs or groups. A group with ``angular=False`` gets ordinary SGD with
-            its own ``lr`` and ``weight_decay`` (0 if it has none): biases, affine parameters, the last layer.
+            ``lr`` and ``weight_decay`` (without an angle the optimizer's, else its own lr and 0): biases, affine
+            parameters, the last layer.
         lr, weight_decay: a usual SGD recipe; the angle is its equilibrium's, √(2ηλ/(1+μ)), at every step's lr.
         momentum: momentum μ; the direction is away from the momentum buffer.
         angle: the angle in radians, in place of ``lr`` and ``weight_decay``. It is then the group's ``lr``, so
