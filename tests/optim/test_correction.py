@@ -268,6 +268,39 @@ def test_the_end_of_the_recording_is_an_error_before_the_step(strong: tuple[Reco
     assert torch.equal(before, directions(model))
 
 
+def test_a_weight_that_is_not_invariant_is_named_before_the_step() -> None:
+    model = convnet()
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    recorder = NormRecorder(model, optimizer)  # all weights, the last layer too
+    train(model, optimizer, range(2))
+    recorder.end_epoch()
+    model = convnet()
+    weights = {n: p for n, p in model.named_parameters() if p.ndim > 1}
+    optimizer = StepSizeCorrection(torch.optim.SGD(model.parameters(), lr=0.1), recorder.recording(), weights)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    with pytest.raises(ValueError, match=r"'11\.weight' is not scale invariant: cos\(w, grad\) is"):
+        train(model, optimizer, range(1))
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+    weights.pop("11.weight")
+    optimizer = StepSizeCorrection(torch.optim.SGD(model.parameters(), lr=0.1), recorder.recording(), weights)
+    train(model, optimizer, range(2))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_weights(dtype: torch.dtype, strong: tuple[Recording, list[Tensor]]) -> None:
+    """Norms and ratios stay float32 beside half-precision weights; the update is the ratio times plain SGD's."""
+    w = nn.Parameter(strong[0].norms["0.weight"][0].new_ones(6, 1, 3, 3).to(dtype))
+    w.grad = torch.full_like(w, 0.25)
+    optimizer = StepSizeCorrection(torch.optim.SGD([w], lr=1.0), strong[0], {"0.weight": w})
+    optimizer.step()
+    ratio = 9 / strong[0].norms["0.weight"][50].float() ** 2
+    assert optimizer.ratio["0.weight"].dtype == torch.float32
+    torch.testing.assert_close(optimizer.ratio["0.weight"], ratio, rtol=1e-6, atol=0)
+    tolerance = 4 * torch.finfo(dtype).eps
+    expected = 1 - 0.25 * ratio.view(6, 1, 1, 1).expand(6, 1, 3, 3)
+    torch.testing.assert_close(w.detach().float(), expected, rtol=tolerance, atol=tolerance)
+
+
 @pytest.mark.gpu
 def test_cuda_graph_steps_through_the_recording(strong: tuple[Recording, list[Tensor]]) -> None:
     recording, _ = strong
@@ -287,6 +320,7 @@ def test_cuda_graph_steps_through_the_recording(strong: tuple[Recording, list[Te
     for _ in range(8):
         step(*eager)
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(3):
             step(*captured)

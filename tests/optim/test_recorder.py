@@ -337,6 +337,7 @@ def test_cuda_graph_records_every_replay() -> None:
         optimizer.step()
 
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(3):
             step()

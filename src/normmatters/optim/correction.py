@@ -23,11 +23,14 @@ from torch.optim import Optimizer
 
 from normmatters.optim._common import is_capturing
 from normmatters.optim._exponents import step_exponent
-from normmatters.optim._rows import Named
+from normmatters.optim._rows import Named, TestedChannels
 from normmatters.optim._wrapper import OptimizerWrapper
 from normmatters.optim.recording import Form, Recording
 
 __all__ = ["StepSizeCorrection"]
+
+# |cos(w, ∇L)| of a whole weight above which it is refused as not scale invariant; batch norm's eps stays far below.
+_NOT_INVARIANT = 0.02
 
 
 class StepSizeCorrection(OptimizerWrapper):
@@ -43,6 +46,7 @@ class StepSizeCorrection(OptimizerWrapper):
         recording: the reference run's norms; its step t is this run's step t.
         parameters: the result of `scale_invariant_parameters`, a mapping or (name, tensor) pairs of the weights to
             correct; or the model, when the recording is of tested weights. `None` asks the optimizer for the names.
+            Untested weights are checked by their gradient at the first step.
         form: `"paper"` holds the norms of an epoch's end through that epoch; `"exact"` takes the norms of each step and
             the factor 1/(1−ηλ).
         exponent: power of the norms' ratio; `None` is 2 as in Eq. 5, and 1 for the Adam family.
@@ -91,6 +95,8 @@ class StepSizeCorrection(OptimizerWrapper):
         self._taken = 0
         self._ratio = channels.new_row()
         self._before = [w.detach().clone() for w in channels.weights]
+        # Weights that scale_invariant_parameters has not tested are checked by their first gradients.
+        self._checked = isinstance(parameters, TestedChannels) or recording.tested
 
     @property
     def ratio(self) -> dict[str, torch.Tensor]:
@@ -107,6 +113,8 @@ class StepSizeCorrection(OptimizerWrapper):
             raise ValueError(f"the recording holds {len(self._rows)} steps, all of them were taken")
         channels = self._channels
         weights = [w.detach() for w in channels.weights]
+        if not self._checked and not is_capturing():
+            self._check_invariance()
         row = self._rows[self._step.clamp(max=len(self._rows) - 1)]
         channels.norms_(self._ratio).pow_(self._exponent).mul_(self._table[row].squeeze(0))
         torch._foreach_copy_(self._before, weights)
@@ -118,6 +126,19 @@ class StepSizeCorrection(OptimizerWrapper):
         self._step.add_(1)
         self._taken += 1
         return loss
+
+    def _check_invariance(self) -> None:
+        """⟨w, ∇L⟩ = 0 (F1), once, where gradients are there before the step; the only host sync."""
+        for name, w in zip(self._channels.names, self._channels.weights):
+            if w.grad is None:
+                continue
+            cosine = torch.cosine_similarity(w.detach().flatten().double(), w.grad.flatten().double(), dim=0).item()
+            if abs(cosine) > _NOT_INVARIANT:
+                raise ValueError(
+                    f"{name!r} is not scale invariant: cos(w, grad) is {cosine:.2g}, not 0. Eq. 5 holds only behind a "
+                    "normalization; ask scale_invariant_parameters which weights are, or pass its result"
+                )
+            self._checked = True
 
     def _own_state(self) -> dict[str, Any]:
         return {"step": int(self._step), "form": self._form, "recording": self._signature}
