@@ -157,13 +157,29 @@ def test_result_gives_the_models_own_parameters_and_groups() -> None:
     assert optimizer.param_groups[0]["param_names"] == INVARIANT
 
 
-def test_bisection_finds_exactly_the_channels_that_change_nothing() -> None:
-    good = torch.tensor([True, False, True, True, False, True, True])
+def test_bisection_finds_exactly_the_items_that_change_nothing() -> None:
+    def change(items: list[int]) -> float:
+        return float(any(i in (1, 4) for i in items))
 
-    def change(mask: Tensor) -> float:
-        return float((mask & ~good).any())
+    assert [i for i, _ in _bisect(change, list(range(7)), 1e-3)] == [0, 2, 3, 5, 6]
+    assert _bisect(change, [4], 1e-3) == []
 
-    assert torch.equal(_bisect(change, torch.ones(7, dtype=torch.bool), 1e-3), good)
+
+def test_the_rescaling_decides_where_the_gradient_is_fooled() -> None:
+    """Length enters as 2n − n², which has no slope at n = 1: there the gradient is orthogonal, and scale matters."""
+
+    class Stationary(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            n = self.weight.norm(dim=1)
+            return x @ (self.weight / n[:, None]).T * (2 * n - n**2)
+
+    model = Stationary(4, 3, bias=False).double()
+    with torch.no_grad():
+        model.weight.div_(model.weight.norm(dim=1, keepdim=True))
+    result = scale_invariant_parameters(model, torch.randn(8, 4))
+    assert list(result) == []
+    assert result["weight"].influence
+    assert result["weight"].cosine < 1e-10
 
 
 def test_bad_input_is_named() -> None:

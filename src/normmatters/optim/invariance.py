@@ -4,8 +4,8 @@ A weight w behind a normalization gives the same output at any length (F1): f(a�
 theorem ⟨w, ∇L(w)⟩ = 0 for every loss L. Both are tested, channel by channel, on a float64 copy of the model:
 
 1. *Gradient*: a few random linear losses of the output, one backward pass each for all weights together.
-2. *Rescaling*: channels that pass are multiplied by random powers of two (exact in floating point), all of one weight
-   in one forward pass, and the outputs compared. Where they differ, bisection finds the channels that are to blame.
+2. *Rescaling*: channels that pass are multiplied by random powers of two (exact in floating point), all of the model in
+   one forward pass, and the outputs compared. Where they differ, bisection finds the weights and channels to blame.
 
 What is asked is a property of the architecture, so two accidents of the present state are taken out of the copy: the
 eps of normalization modules, which breaks F1 slightly, becomes machine epsilon, and tensors that are all zero (fresh
@@ -14,16 +14,16 @@ biases, zero-initialised residual branches) get random values.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from normmatters.optim._rows import plain_name, shaped
+from normmatters.optim._probe import Probe, Rescaling, named_parameters, unwrap
+from normmatters.optim._rows import plain_name
 
 __all__ = ["Invariance", "ScaleInvariantParameters", "scale_invariant_parameters", "split_parameters"]
 
@@ -98,7 +98,7 @@ class ScaleInvariantParameters(Mapping[str, Invariance]):
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(name, parameter) of the scale-invariant parameters of the model itself."""
-        return ((n, p) for n, p in _named(self._model) if n in self)
+        return ((n, p) for n, p in named_parameters(self._model) if n in self)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The scale-invariant parameters of the model itself."""
@@ -115,165 +115,44 @@ class ScaleInvariantParameters(Mapping[str, Invariance]):
     __repr__ = __str__
 
 
-def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return [(plain_name(n), p) for n, p in model.named_parameters()]
-
-
-def _unwrap(model: nn.Module) -> nn.Module:
-    """The model inside DDP, DataParallel and `torch.compile`."""
-    while True:
-        if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
-            model = model.module
-        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
-            model = inner
-        else:
-            return model
-
-
-def _tensors(output: Any) -> Iterator[Tensor]:
-    """All floating-point tensors in nested tuples, lists, mappings."""
-    if isinstance(output, Tensor):
-        if output.is_floating_point():
-            yield output
-    elif isinstance(output, Mapping):
-        for value in output.values():
-            yield from _tensors(value)
-    elif isinstance(output, Sequence) and not isinstance(output, str):
-        for value in output:
-            yield from _tensors(value)
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().to(dtype) if value.is_floating_point() else value
-    if isinstance(value, Mapping):
-        return {k: _cast(v, dtype) for k, v in value.items()}
-    if isinstance(value, tuple | list):
-        return type(value)(_cast(v, dtype) for v in value)
-    return value
-
-
-class _Probe:
-    """A private copy of the model whose output is a deterministic function of its parameters."""
-
-    def __init__(self, model: nn.Module, example_input: Any, dtype: torch.dtype, seed: int) -> None:
-        try:
-            self.model = copy.deepcopy(model).to(dtype).train()
-        except RuntimeError as error:
-            raise ValueError(
-                f"the model must allow copy.deepcopy, to be tested without touching it: {error}"
-            ) from error
-        self.input = _cast(example_input, dtype)
-        self.seed = seed
-        self.eps = torch.finfo(dtype).eps
-        self.parameters = dict(_named(self.model))
-        for module in self.model.modules():
-            if isinstance(eps := getattr(module, "eps", None), float) and eps > self.eps:
-                module.eps = self.eps  # type: ignore[assignment]
-        torch.manual_seed(seed)
-        with torch.no_grad():
-            for p in self.parameters.values():
-                if not p.any():
-                    p.normal_(0, 0.1)
-                p.requires_grad_(p.is_floating_point())
-                p.grad = None
-        self._buffers = [(b, b.clone()) for b in self.model.buffers()]
-        self.base = self.output().detach()
-        self.rms = self.base.square().mean().sqrt()
-        if self.base.numel() == 0 or not self.base.isfinite().all() or self.rms == 0:
-            raise ValueError(
-                "the model's output on the example input must hold finite, non-zero floating-point numbers"
-            )
-        if not torch.equal(self.base, self.output().detach()):
-            raise ValueError("the model gives different outputs for one input, one seed and one set of weights")
-
-    def output(self) -> Tensor:
-        """All outputs as one vector; random numbers and buffers are the same at every call."""
-        torch.manual_seed(self.seed)
-        with torch.no_grad():
-            for buffer, value in self._buffers:
-                buffer.copy_(value)
-        x = self.input
-        if isinstance(x, Mapping):
-            out = self.model(**x)
-        elif isinstance(x, tuple | list):
-            out = self.model(*x)
-        else:
-            out = self.model(x)
-        return torch.cat([t.reshape(-1) for t in _tensors(out)] or [torch.empty(0)])
-
-    def gradients(self, probes: int) -> list[dict[str, Tensor]]:
-        """Gradients of `probes` random linear losses of unit scale, by name."""
-        found = []
-        names = [n for n, p in self.parameters.items() if p.requires_grad]
-        for i in range(probes):
-            output = self.output()
-            generator = torch.Generator().manual_seed(self.seed + 1 + i)
-            direction = torch.randn(len(output), generator=generator, dtype=torch.float64).to(output)
-            scale = direction.norm() * output.detach().norm()
-            loss = (output @ direction) / scale
-            grads = torch.autograd.grad(loss, [self.parameters[n] for n in names], allow_unused=True)
-            found.append({n: torch.zeros_like(self.parameters[n]) if g is None else g for n, g in zip(names, grads)})
-        return found
-
-    @torch.no_grad()
-    def change(self, tensors: Sequence[Tensor], dims: Sequence[int | None], mask: Tensor) -> float:
-        """Output change when the masked channels of all `tensors` are rescaled, each by its own power of two."""
-        generator = torch.Generator().manual_seed(self.seed)
-        powers = torch.randint(1, 4, mask.shape, generator=generator) * (
-            torch.randint(0, 2, mask.shape, generator=generator) * 2 - 1
-        )
-        factor = torch.where(mask.cpu(), 2.0**powers, 1.0)
-        saved = [t.clone() for t in tensors]
-        for t, dim in zip(tensors, dims):
-            t.mul_(shaped(factor, t, dim).to(t))
-        difference = (self.output() - self.base).abs().max() / self.rms
-        for t, value in zip(tensors, saved):
-            t.copy_(value)
-        return difference.nan_to_num(nan=math.inf).item()
-
-
 def _per_channel(t: Tensor, dim: int | None) -> Tensor:
     return t.sum().view(1) if dim is None else t.sum([d for d in range(t.ndim) if d != dim]) if t.ndim > 1 else t
 
 
 @dataclass(frozen=True)
 class _Trial:
-    """Gradient evidence for a bundle of tensors that share their channels."""
+    """Gradient evidence for tensors that share their channels."""
 
+    dims: list[int | None]
     cosine: Tensor  # [channels], largest over the losses
     live: Tensor  # bool [channels], whether the channel acts on the output at all
 
+    def passed(self, tol: float) -> Tensor:
+        return self.live & (self.cosine <= tol)
 
-def _gradient_trial(
-    probe: _Probe, names: Sequence[str], dims: Sequence[int | None], grads: list[dict[str, Tensor]]
-) -> _Trial:
+    def accept(self, mask: Tensor, change: float, whole: bool) -> Invariance:
+        kind: Granularity = "tensor" if self.dims[0] is None else "channel"
+        # A channel without influence (a token that the example lacks) follows its siblings.
+        full = torch.ones_like(mask) if whole else mask
+        return Invariance(kind, self.dims[0], full, (), self.cosine[mask].max().item(), change)
+
+
+def _gradient_trials(probe: Probe, names: Sequence[str], grads: list[dict[str, Tensor]]) -> list[_Trial]:
+    """One trial for every way to cut these tensors into channels, finest first."""
     tensors = [probe.parameters[n].detach() for n in names]
-    length = torch.stack([_per_channel(t * t, d) for t, d in zip(tensors, dims)]).sum(0).sqrt()
-    cosine, live = torch.zeros_like(length), torch.zeros_like(length, dtype=torch.bool)
-    for g in grads:
-        dot = torch.stack([_per_channel(t * g[n], d) for n, t, d in zip(names, tensors, dims)]).sum(0).abs()
-        slope = torch.stack([_per_channel(g[n] * g[n], d) for n, d in zip(names, dims)]).sum(0).sqrt()
-        # The losses have unit scale, so a gradient of rounding noise (a bias before batch norm) is told by its size.
-        alive = length * slope > probe.eps**0.7
-        cosine = torch.where(alive, torch.maximum(cosine, dot / (length * slope)), cosine)
-        live |= alive
-    return _Trial(cosine, live)
-
-
-def _bisect(change: Callable[[Tensor], float], mask: Tensor, tol: float) -> Tensor:
-    """The channels of `mask` that can be rescaled without changing the output."""
-    if change(mask) <= tol:
-        return mask
-    index = mask.nonzero().view(-1)
-    if len(index) == 1:
-        return torch.zeros_like(mask)
-    halves = []
-    for part in index.tensor_split(2):
-        half = torch.zeros_like(mask)
-        half[part] = True
-        halves.append(_bisect(change, half, tol))
-    return halves[0] | halves[1]
+    trials = []
+    for dims in _layouts([t.shape for t in tensors]):
+        length = torch.stack([_per_channel(t * t, d) for t, d in zip(tensors, dims)]).sum(0).sqrt()
+        cosine, live = torch.zeros_like(length), torch.zeros_like(length, dtype=torch.bool)
+        for g in grads:
+            dot = torch.stack([_per_channel(t * g[n], d) for n, t, d in zip(names, tensors, dims)]).sum(0).abs()
+            slope = torch.stack([_per_channel(g[n] * g[n], d) for n, d in zip(names, dims)]).sum(0).sqrt()
+            # The losses have unit scale: a gradient of rounding noise (a bias before batch norm) is told by its size.
+            alive = length * slope > probe.eps**0.7
+            cosine = torch.where(alive, torch.maximum(cosine, dot / (length * slope)), cosine)
+            live |= alive
+        trials.append(_Trial(dims, cosine, live))
+    return trials
 
 
 def _layouts(shapes: Sequence[torch.Size]) -> list[list[int | None]]:
@@ -287,35 +166,66 @@ def _layouts(shapes: Sequence[torch.Size]) -> list[list[int | None]]:
     return [*layouts, [None] * len(shapes)]
 
 
-def _examine(probe: _Probe, names: Sequence[str], grads: list[dict[str, Tensor]], tol: float) -> Invariance:
-    """The finest invariance of these parameters, rescaled together; partial ones where no whole one holds."""
-    tensors = [probe.parameters[n].detach() for n in names]
-    rejected: Invariance | None = None
-    partial: Invariance | None = None
-    for dims in _layouts([t.shape for t in tensors]):
-        trial = _gradient_trial(probe, names, dims, grads)
-        if not trial.live.any():
-            return Invariance(None, None, trial.live, (), 0.0, math.nan, influence=False)
-        candidates = trial.live & (trial.cosine <= tol)
-        kind: Granularity = "tensor" if dims[0] is None else "channel"
-        if rejected is None:
-            rejected = Invariance(None, None, torch.zeros_like(candidates), (), trial.cosine.max().item(), math.nan)
-        if not candidates.any():
+T = TypeVar("T")
+
+
+def _bisect(change: Callable[[list[T]], float], items: list[T], tol: float) -> list[tuple[T, float]]:
+    """The items that can be rescaled without changing the output, each with the change it was accepted at."""
+    moved = change(items)
+    if moved <= tol:
+        return [(item, moved) for item in items]
+    if len(items) == 1:
+        return []
+    half = len(items) // 2
+    return _bisect(change, items[:half], tol) + _bisect(change, items[half:], tol)
+
+
+def _examine(
+    probe: Probe, bundles: Sequence[tuple[str, ...]], grads: list[dict[str, Tensor]], tol: float
+) -> dict[tuple[str, ...], Invariance]:
+    """The finest invariance of every bundle of parameters; a bundle's members are rescaled together.
+
+    All bundles whose gradients pass are rescaled in one forward pass; bisection finds those that change the output.
+    """
+    found: dict[tuple[str, ...], Invariance] = {}
+    trials = {names: _gradient_trials(probe, names, grads) for names in bundles}
+    tensors = {names: [probe.parameters[n].detach() for n in names] for names in bundles}
+
+    def rescaled(proposals: list[tuple[tuple[str, ...], _Trial]]) -> float:
+        return probe.change([Rescaling(tensors[names], trial.dims, trial.live) for names, trial in proposals])
+
+    waiting = {n: [t for t in ts if t.live.any() and torch.equal(t.passed(tol), t.live)] for n, ts in trials.items()}
+    while proposals := [(names, candidates.pop(0)) for names, candidates in waiting.items() if candidates]:
+        for (names, trial), moved in _bisect(rescaled, proposals, tol):
+            found[names] = trial.accept(trial.live, moved, whole=True)
+            waiting[names] = []
+    for names in bundles:
+        if names not in found:
+            found[names] = _partial(probe, tensors[names], trials[names], tol)
+    return {names: found[names] for names in bundles}
+
+
+def _partial(probe: Probe, tensors: Sequence[Tensor], trials: list[_Trial], tol: float) -> Invariance:
+    """Invariance of some channels, or none."""
+    first = trials[0]
+    if not first.live.any():
+        return Invariance(None, None, first.live, (), 0.0, math.nan, influence=False)
+    for trial in trials:
+        candidates = trial.passed(tol)
+        if trial.dims[0] is None or not candidates.any():
             continue
 
-        def change(mask: Tensor, dims: Sequence[int | None] = dims) -> float:
-            return probe.change(tensors, dims, mask)
+        def mask_of(index: list[int], size: int = len(candidates)) -> Tensor:
+            return torch.zeros(size, dtype=torch.bool).index_fill_(0, torch.tensor(index), True)
 
-        if torch.equal(candidates, trial.live) and (moved := change(candidates)) <= tol:
-            # A channel without influence (a token that the example lacks) follows its siblings.
-            mask = torch.ones_like(candidates)
-            return Invariance(kind, dims[0], mask, (), trial.cosine[candidates].max().item(), moved)
-        if kind == "channel" and partial is None:
-            passed = _bisect(change, candidates, tol)
-            if passed.any():
-                partial = Invariance(kind, dims[0], passed, (), trial.cosine[passed].max().item(), change(passed))
-    assert rejected is not None
-    return partial or rejected
+        def change(index: list[int], trial: _Trial = trial) -> float:
+            return probe.change([Rescaling(tensors, trial.dims, mask_of(index))])
+
+        passed = _bisect(change, candidates.nonzero().view(-1).tolist(), tol)
+        if passed:
+            mask = mask_of([c for c, _ in passed]).to(trial.cosine.device)
+            return trial.accept(mask, max(moved for _, moved in passed), whole=False)
+    return Invariance(None, None, torch.zeros_like(first.live), (), first.cosine.max().item(), math.nan)
 
 
 def scale_invariant_parameters(
@@ -352,22 +262,23 @@ def scale_invariant_parameters(
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if not 0 < tol < 1 or probes < 1:
         raise ValueError(f"tol must lie in (0, 1) and probes be 1 or more, got {tol} and {probes}")
-    bare = _unwrap(model)
+    bare = unwrap(model)
     devices = {t.device for t in [*bare.parameters(), *bare.buffers()] if t.device.type == "cuda"}
     with torch.random.fork_rng(devices=list(devices)), torch.enable_grad():
-        probe = _Probe(bare, example_input, dtype, seed)
+        probe = Probe(bare, example_input, dtype, seed)
         grads = probe.gradients(probes)
-        found = {n: _examine(probe, [n], grads, tol) for n, p in probe.parameters.items() if p.requires_grad}
+        names = [n for n, p in probe.parameters.items() if p.requires_grad]
+        found = {n: one for (n,), one in _examine(probe, [(n,) for n in names], grads, tol).items()}
+        bundles = []
         for prefix, module in probe.model.named_modules():
             own = [plain_name(f"{prefix}.{n}" if prefix else n) for n, _ in module.named_parameters(recurse=False)]
             own = [n for n in own if n in found and found[n].influence and not found[n].complete]
-            if len(own) < 2:
-                continue
-            joint = _examine(probe, own, grads, tol)
+            if len(own) >= 2:
+                bundles.append(tuple(own))
+        for own_names, joint in _examine(probe, bundles, grads, tol).items():
             if joint.granularity is not None and joint.mask.all():
-                for n in own:
-                    others = tuple(o for o in own if o != n)
-                    found[n] = Invariance(joint.granularity, joint.dim, joint.mask, others, joint.cosine, joint.change)
+                for n in own_names:
+                    found[n] = replace(joint, jointly_with=tuple(o for o in own_names if o != n))
     # Masks are small; a caller keeps them on the host whatever the model's device is.
     cpu = {n: replace(one, mask=one.mask.cpu()) for n, one in found.items()}
     return ScaleInvariantParameters(model, cpu)
@@ -388,5 +299,5 @@ def split_parameters(model: nn.Module, example_input: Any, **options: Any) -> li
     """
     result = scale_invariant_parameters(model, example_input, **options)
     invariant = list(result.named_parameters())
-    rest = [(n, p) for n, p in _named(model) if n not in result]
+    rest = [(n, p) for n, p in named_parameters(model) if n not in result]
     return [{"params": group} for group in (invariant, rest) if group]

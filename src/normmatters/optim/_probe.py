@@ -1,0 +1,141 @@
+"""A private copy of a model whose output is a deterministic function of its parameters, to try things on."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from normmatters.optim._rows import plain_name, shaped
+
+
+def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """(name, parameter) without the prefixes of wrappers."""
+    return [(plain_name(n), p) for n, p in model.named_parameters()]
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model inside DDP, DataParallel and `torch.compile`."""
+    while True:
+        if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        else:
+            return model
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    """All floating-point tensors in nested tuples, lists, mappings."""
+    if isinstance(output, Tensor):
+        if output.is_floating_point():
+            yield output
+    elif isinstance(output, Mapping):
+        for value in output.values():
+            yield from _tensors(value)
+    elif isinstance(output, Sequence) and not isinstance(output, str):
+        for value in output:
+            yield from _tensors(value)
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().to(dtype) if value.is_floating_point() else value
+    if isinstance(value, Mapping):
+        return {k: _cast(v, dtype) for k, v in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)(_cast(v, dtype) for v in value)
+    return value
+
+
+@dataclass(frozen=True)
+class Rescaling:
+    """Tensors that share their channels, and which of the channels to rescale."""
+
+    tensors: Sequence[Tensor]
+    dims: Sequence[int | None]
+    mask: Tensor
+
+
+class Probe:
+    """The copy: in training mode, in `dtype`, with machine epsilon for eps and random values for all-zero tensors."""
+
+    def __init__(self, model: nn.Module, example_input: Any, dtype: torch.dtype, seed: int) -> None:
+        try:
+            self.model = copy.deepcopy(model).to(dtype).train()
+        except RuntimeError as error:
+            raise ValueError(
+                f"the model must allow copy.deepcopy, to be tested without touching it: {error}"
+            ) from error
+        self.input = _cast(example_input, dtype)
+        self.seed = seed
+        self.eps = torch.finfo(dtype).eps
+        self.parameters = dict(named_parameters(self.model))
+        for module in self.model.modules():
+            if isinstance(eps := getattr(module, "eps", None), float) and eps > self.eps:
+                module.eps = self.eps  # type: ignore[assignment]
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for p in self.parameters.values():
+                if not p.any():
+                    p.normal_(0, 0.1)
+                p.requires_grad_(p.is_floating_point())
+                p.grad = None
+        self._buffers = [(b, b.clone()) for b in self.model.buffers()]
+        self.base = self.output().detach()
+        self.rms = self.base.square().mean().sqrt()
+        if self.base.numel() == 0 or not self.base.isfinite().all() or self.rms == 0:
+            raise ValueError(
+                "the model's output on the example input must hold finite, non-zero floating-point numbers"
+            )
+        if not torch.equal(self.base, self.output().detach()):
+            raise ValueError("the model gives different outputs for one input, one seed and one set of weights")
+
+    def output(self) -> Tensor:
+        """All outputs as one vector; random numbers and buffers are the same at every call."""
+        torch.manual_seed(self.seed)
+        with torch.no_grad():
+            for buffer, value in self._buffers:
+                buffer.copy_(value)
+        x = self.input
+        if isinstance(x, Mapping):
+            out = self.model(**x)
+        elif isinstance(x, tuple | list):
+            out = self.model(*x)
+        else:
+            out = self.model(x)
+        return torch.cat([t.reshape(-1) for t in _tensors(out)] or [torch.empty(0)])
+
+    def gradients(self, probes: int) -> list[dict[str, Tensor]]:
+        """Gradients of `probes` random linear losses of unit scale, by name."""
+        found = []
+        names = [n for n, p in self.parameters.items() if p.requires_grad]
+        for i in range(probes):
+            output = self.output()
+            generator = torch.Generator().manual_seed(self.seed + 1 + i)
+            direction = torch.randn(len(output), generator=generator, dtype=torch.float64).to(output)
+            scale = direction.norm() * output.detach().norm()
+            loss = (output @ direction) / scale
+            grads = torch.autograd.grad(loss, [self.parameters[n] for n in names], allow_unused=True)
+            found.append({n: torch.zeros_like(self.parameters[n]) if g is None else g for n, g in zip(names, grads)})
+        return found
+
+    @torch.no_grad()
+    def change(self, rescalings: Sequence[Rescaling]) -> float:
+        """Output change when the masked channels are rescaled, each by its own power of two."""
+        generator = torch.Generator().manual_seed(self.seed)
+        saved = [(t, t.clone()) for r in rescalings for t in r.tensors]
+        for r in rescalings:
+            powers = torch.tensor([-3, -2, -1, 1, 2, 3])[torch.randint(6, r.mask.shape, generator=generator)]
+            factor = torch.where(r.mask.cpu(), 2.0**powers, 1.0)
+            for t, dim in zip(r.tensors, r.dims):
+                t.mul_(shaped(factor, t, dim).to(t))
+        difference = (self.output() - self.base).abs().max() / self.rms
+        for t, value in saved:
+            t.copy_(value)
+        return difference.nan_to_num(nan=math.inf).item()
