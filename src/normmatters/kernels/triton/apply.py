@@ -1,0 +1,439 @@
+"""The normalization itself, and its backward from the output and a few bits an element.
+
+Forward:  z = act((x−μ)/D·γ + β + residual), and of every element a code for the backward pass.
+Backward: dx = A·g + B·[x ≥ μ] + E with per-channel A, B, E (L1); Q·(x−μ) instead of B·[…] for L2; for L∞, Top(k) and
+range a handful of elements a channel get an extra term (``scatter_kernel``). The two sums it needs, Σg and Σg·x̂, come
+from x (exact), from the output (lean: x̂ = (z−β)/γ), or from 4-bit codes of x̂ (lean with a residual).
+
+Codes, four rows in one word. g is the gradient behind the ReLU, so "open" elements are those with z > 0.
+- two bits: bit 0 = [x ≥ μ], bit 1 = open. Where γ is too small against β for (z−β)/γ to mean anything, Σg·x̂ is taken
+  from the sign alone, times the mean of |x̂|.
+- four bits: 0 and 15 = closed; 1 … 14 = open, x̂ ≈ 0.4·(code − 7.5). The top bit is [x ≥ μ] in either case.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from normmatters.kernels.triton.stats import EXTREME, L1, L2, MEAN, ROWS, add_entries, by_group, load_tile, tile_rows
+
+# What the backward pass knows x̂ from.
+FROM_INPUT: tl.constexpr = tl.constexpr(0)
+FROM_OUTPUT: tl.constexpr = tl.constexpr(1)
+FROM_CODE: tl.constexpr = tl.constexpr(2)
+
+STEP: tl.constexpr = tl.constexpr(0.4)
+
+
+@triton.jit
+def load_affine(weight_ptr, bias_ptr, channel, mask, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr):
+    gamma = tl.where(mask, 1.0, 1.0)
+    beta = gamma * 0.0
+    if HAS_WEIGHT:
+        gamma = tl.load(weight_ptr + channel, mask=mask, other=1.0).to(tl.float32)
+    if HAS_BIAS:
+        beta = tl.load(bias_ptr + channel, mask=mask, other=0.0).to(tl.float32)
+    return gamma, beta
+
+
+@triton.jit
+def is_vague(gamma, beta, ROUNDING: tl.constexpr, TINY: tl.constexpr):
+    """Whether rounding the output lost x̂: a step of the output is more than 1/16 of x̂'s unit."""
+    return tl.abs(gamma) < 16.0 * (ROUNDING * tl.abs(beta) + TINY)
+
+
+@triton.jit
+def normalize_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    bias_ptr,
+    stats_ptr,
+    z_ptr,
+    code_ptr,
+    count_ptr,
+    rows,
+    cols,
+    spatial,
+    channels,
+    entries,
+    tiles,
+    CONTIGUOUS: tl.constexpr,
+    EVEN: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    RELU: tl.constexpr,
+    CODE_BITS: tl.constexpr,
+    COUNT: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    split = tl.program_id(1)
+    splits = tl.num_programs(1)
+    col = pid * BLOCK_C + tl.arange(0, BLOCK_C)
+    inside = col < cols
+    channel = col
+    if CONTIGUOUS:
+        channel = col // spatial
+    mean = tl.load(stats_ptr + channel, mask=inside, other=0.0)
+    inverse = tl.load(stats_ptr + channels + channel, mask=inside, other=0.0)
+    gamma, beta = load_affine(weight_ptr, bias_ptr, channel, inside, HAS_WEIGHT, HAS_BIAS)
+    slope = (gamma * inverse)[None, None, :]
+    count = tl.zeros((BLOCK_R, BLOCK_C), tl.int32)
+
+    ahead = load_tile(x_ptr, split, col, rows, cols, BLOCK_R, EVEN)
+    if HAS_RESIDUAL:
+        residual_ahead = load_tile(residual_ptr, split, col, rows, cols, BLOCK_R, EVEN)
+    for it in range(split, tiles, splits):
+        row = tile_rows(it, BLOCK_R)
+        mask = row < rows
+        if not EVEN:
+            mask = mask & inside[None, None, :]
+        d = ahead.to(tl.float32) - mean[None, None, :]
+        ahead = load_tile(x_ptr, it + splits, col, rows, cols, BLOCK_R, EVEN)
+        y = d * slope + beta[None, None, :]
+        if HAS_RESIDUAL:
+            y += residual_ahead.to(tl.float32)
+            residual_ahead = load_tile(residual_ptr, it + splits, col, rows, cols, BLOCK_R, EVEN)
+        z = y
+        if RELU:
+            # NaN passes through, as in PyTorch.
+            z = tl.maximum(y, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        tl.store(z_ptr + row.to(tl.int64) * cols + col[None, None, :], z.to(z_ptr.dtype.element_ty), mask=mask)
+        if CODE_BITS == 2:
+            word = pack(d >= 0, 1)
+            if RELU:
+                word += pack(y > 0, 2)
+            if COUNT:
+                pairs = (word & 0x11) + ((word >> 2) & 0x11)
+                above = (pairs + (pairs >> 4)) & 7
+        if CODE_BITS == 4:
+            # Near 2²³ floats are whole numbers: one multiply-add rounds, and the code stands in the last four bits.
+            level = d * (inverse * (1.0 / STEP))[None, None, :] + (8388608.0 + 7.5)
+            level = tl.minimum(tl.maximum(level, 8388608.0 + 1.0), 8388608.0 + 14.0)
+            code = level.to(tl.int32, bitcast=True) & 15
+            if RELU:
+                code = tl.where(y > 0, code, tl.where(code >= 8, 15, 0))
+            word = tl.sum(code << (tl.arange(0, ROWS) * 4)[None, :, None], axis=1)
+            if COUNT:
+                tops = (word >> 3) & 0x1111
+                above = (tops + (tops >> 4) + (tops >> 8) + (tops >> 12)) & 7
+        if CODE_BITS > 0:
+            packed = it * BLOCK_R + tl.arange(0, BLOCK_R)
+            fits = (packed * ROWS < rows)[:, None]
+            if not EVEN:
+                fits = fits & inside[None, :]
+            at = packed.to(tl.int64)[:, None] * cols + col[None, :]
+            tl.store(code_ptr + at, word.to(code_ptr.dtype.element_ty), mask=fits)
+            if COUNT:
+                count += above
+    if COUNT:
+        entry = pid * (BLOCK_C // GROUP) + tl.arange(0, BLOCK_C // GROUP)
+        total = by_group(tl.sum(count, axis=0), GROUP, BLOCK_C)
+        tl.store(count_ptr + split * entries + entry, total, mask=entry < entries)
+
+
+@triton.jit
+def pack(bits, VALUE: tl.constexpr):
+    """Two bits a row, of which these give VALUE: [BLOCK_R, ROWS, BLOCK_C] -> [BLOCK_R, BLOCK_C]."""
+    weight = VALUE << (tl.arange(0, ROWS) * 2)
+    return tl.sum(tl.where(bits, weight[None, :, None], 0), axis=1)
+
+
+@triton.jit
+def load_words(code_ptr, tile, col, rows, cols, BLOCK_R: tl.constexpr, EVEN: tl.constexpr):
+    """The packed codes of a tile, [BLOCK_R, BLOCK_C]."""
+    packed = tile * BLOCK_R + tl.arange(0, BLOCK_R)
+    mask = (packed * ROWS < rows)[:, None]
+    if not EVEN:
+        mask = mask & (col < cols)[None, :]
+    return tl.load(code_ptr + packed.to(tl.int64)[:, None] * cols + col[None, :], mask=mask, other=0)
+
+
+@triton.jit
+def has_bit(words, FIRST: tl.constexpr, BITS: tl.constexpr):
+    """Whether bit FIRST of each row's code is set: [BLOCK_R, BLOCK_C] -> [BLOCK_R, ROWS, BLOCK_C]."""
+    weight = (1 << FIRST) << (tl.arange(0, ROWS) * BITS)
+    return (words.to(tl.int32)[:, None, :] & weight[None, :, None]) != 0
+
+
+@triton.jit
+def is_open_code(words):
+    """Whether four-bit codes are neither 0 nor 15, i.e. have two neighbouring bits that differ; all rows at once."""
+    w = words.to(tl.int32)
+    differ = (w ^ (w >> 1)) & 0x7777
+    return has_bit(differ | (differ >> 1) | (differ >> 2), 0, 4)
+
+
+@triton.jit
+def coarse(words):
+    """x̂ in steps, from four-bit codes: code − 7.5."""
+    code = (words.to(tl.int32)[:, None, :] >> (tl.arange(0, ROWS) * 4)[None, :, None]) & 15
+    return (code | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + 7.5)
+
+
+@triton.jit
+def reduce_kernel(
+    g_ptr,
+    saved_ptr,
+    code_ptr,
+    weight_ptr,
+    bias_ptr,
+    stats_ptr,
+    part_ptr,
+    rows,
+    cols,
+    spatial,
+    channels,
+    entries,
+    tiles,
+    SOURCE: tl.constexpr,
+    MEAN_ONLY: tl.constexpr,
+    CONTIGUOUS: tl.constexpr,
+    EVEN: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    RELU: tl.constexpr,
+    ROUNDING: tl.constexpr,
+    TINY: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Partial Σg and Σg·t, where t is x−μ, z−β (the sign of x−μ where that is vague) or x̂'s code."""
+    pid = tl.program_id(0)
+    split = tl.program_id(1)
+    splits = tl.num_programs(1)
+    if CONTIGUOUS:
+        pid = tl.num_programs(0) - 1 - pid
+    col = pid * BLOCK_C + tl.arange(0, BLOCK_C)
+    inside = col < cols
+    channel = col
+    if CONTIGUOUS:
+        channel = col // spatial
+    gamma, beta = load_affine(weight_ptr, bias_ptr, channel, inside, HAS_WEIGHT, HAS_BIAS)
+    center = beta
+    if SOURCE == FROM_INPUT:
+        center = tl.load(stats_ptr + channel, mask=inside, other=0.0)
+    WORDS: tl.constexpr = SOURCE == FROM_CODE or (RELU and SOURCE == FROM_INPUT)
+    TENSOR: tl.constexpr = SOURCE != FROM_CODE and not MEAN_ONLY
+    first = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
+    second = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
+    g_ahead = load_tile(g_ptr, tiles - 1 - split, col, rows, cols, BLOCK_R, EVEN)
+    if TENSOR:
+        t_ahead = load_tile(saved_ptr, tiles - 1 - split, col, rows, cols, BLOCK_R, EVEN)
+    if WORDS:
+        words_ahead = load_words(code_ptr, tiles - 1 - split, col, rows, cols, BLOCK_R, EVEN)
+    for it in range(split, tiles, splits):
+        tile = tiles - 1 - it
+        following = tl.where(tile >= splits, tile - splits, tiles)
+        g = g_ahead.to(tl.float32)
+        g_ahead = load_tile(g_ptr, following, col, rows, cols, BLOCK_R, EVEN)
+        if WORDS:
+            words = words_ahead
+            words_ahead = load_words(code_ptr, following, col, rows, cols, BLOCK_R, EVEN)
+        if SOURCE == FROM_CODE:
+            if RELU:
+                g = tl.where(is_open_code(words), g, 0.0)
+            second += tl.sum(g * coarse(words), axis=1)
+        elif RELU and SOURCE == FROM_INPUT:
+            g = tl.where(has_bit(words, 1, 2), g, 0.0)
+        if TENSOR:
+            t = t_ahead.to(tl.float32)
+            t_ahead = load_tile(saved_ptr, following, col, rows, cols, BLOCK_R, EVEN)
+            if RELU and SOURCE == FROM_OUTPUT:
+                g = tl.where(t > 0, g, 0.0)
+            t = t - center[None, None, :]
+            second += tl.sum(g * t, axis=1)
+        first += tl.sum(g, axis=1)
+    if SOURCE == FROM_OUTPUT:
+        vague = is_vague(gamma, beta, ROUNDING, TINY) & inside
+        if tl.max(vague.to(tl.int32), axis=0) > 0:
+            signed = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
+            for it in range(split, tiles, splits):
+                g = load_tile(g_ptr, it, col, rows, cols, BLOCK_R, EVEN).to(tl.float32)
+                if RELU:
+                    g = tl.where(load_tile(saved_ptr, it, col, rows, cols, BLOCK_R, EVEN) > 0, g, 0.0)
+                words = load_words(code_ptr, it, col, rows, cols, BLOCK_R, EVEN)
+                signed += tl.sum(tl.where(has_bit(words, 0, 2), g, -g), axis=1)
+            second = tl.where(vague[None, :], signed, second)
+
+    entry = pid * (BLOCK_C // GROUP) + tl.arange(0, BLOCK_C // GROUP)
+    out = part_ptr + split * entries + entry
+    tl.store(out, by_group(tl.sum(first, axis=0), GROUP, BLOCK_C), mask=entry < entries)
+    if not MEAN_ONLY:
+        tl.store(out + splits * entries, by_group(tl.sum(second, axis=0), GROUP, BLOCK_C), mask=entry < entries)
+
+
+@triton.jit
+def gradient_kernel(
+    part_ptr,
+    count_ptr,
+    weight_ptr,
+    bias_ptr,
+    stats_ptr,
+    dweight_ptr,
+    dbias_ptr,
+    coefficient_ptr,
+    channels,
+    entries,
+    splits,
+    count_splits,
+    per_channel,
+    n,
+    constant,
+    KIND: tl.constexpr,
+    SOURCE: tl.constexpr,
+    K: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ROUNDING: tl.constexpr,
+    TINY: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """dγ, dβ and the coefficients of dx = A·g + B·t + E: coefficient[0..2]; [3] is what each extreme element gets."""
+    channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    mask = channel < channels
+    PLANES: tl.constexpr = 1 if KIND == MEAN else 2
+    first, second, _ = add_entries(
+        part_ptr, splits * entries, channel, mask, splits, entries, per_channel, PLANES, BLOCK_E, BLOCK_C
+    )
+    inverse = tl.load(stats_ptr + channels + channel, mask=mask, other=1.0)
+    ratio = tl.load(stats_ptr + 2 * channels + channel, mask=mask, other=0.0)
+    gamma, beta = load_affine(weight_ptr, bias_ptr, channel, mask, HAS_WEIGHT, HAS_BIAS)
+    if SOURCE == FROM_INPUT:
+        dweight = second * inverse
+    elif SOURCE == FROM_OUTPUT:
+        vague = is_vague(gamma, beta, ROUNDING, TINY)
+        dweight = second * tl.where(vague, ratio / constant, 1.0 / tl.where(vague, 1.0, gamma))
+    else:
+        dweight = second * STEP
+    tl.store(dbias_ptr + channel, first, mask=mask)
+    tl.store(dweight_ptr + channel, dweight, mask=mask)
+
+    slope = gamma * inverse
+    even = -slope * first / n
+    pull = slope * dweight / n  # (1/D)·mean(ĝx̂)
+    tilt = pull * 0.0
+    each = pull * 0.0
+    if KIND == L1:
+        # sign = 2·[x ≥ μ] − 1, and its mean is taken off: only the bit and its mean remain.
+        count, _, _ = add_entries(
+            count_ptr, 0, channel, mask, count_splits, entries, per_channel, 1, BLOCK_E, BLOCK_C
+        )
+        tilt = -2.0 * constant * ratio * pull
+        even -= tilt * count / n
+    elif KIND == L2:
+        tilt = -pull * inverse
+    elif KIND != MEAN:
+        each = -constant * ratio * pull * n / K
+    tl.store(coefficient_ptr + channel, slope, mask=mask)
+    tl.store(coefficient_ptr + channels + channel, tilt, mask=mask)
+    tl.store(coefficient_ptr + 2 * channels + channel, even, mask=mask)
+    tl.store(coefficient_ptr + 3 * channels + channel, each, mask=mask)
+
+
+@triton.jit
+def input_gradient_kernel(
+    g_ptr,
+    saved_ptr,
+    code_ptr,
+    stats_ptr,
+    coefficient_ptr,
+    index_ptr,
+    dx_ptr,
+    dresidual_ptr,
+    rows,
+    cols,
+    spatial,
+    channels,
+    tiles,
+    KIND: tl.constexpr,
+    K: tl.constexpr,
+    CODE_BITS: tl.constexpr,
+    CONTIGUOUS: tl.constexpr,
+    EVEN: tl.constexpr,
+    RELU: tl.constexpr,
+    WRITE_RESIDUAL: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """dx = A·g + B·t + E, and the residual's gradient: the masked g."""
+    pid = tl.program_id(0)
+    split = tl.program_id(1)
+    splits = tl.num_programs(1)
+    col = pid * BLOCK_C + tl.arange(0, BLOCK_C)
+    inside = col < cols
+    channel = col
+    if CONTIGUOUS:
+        channel = col // spatial
+    slope = tl.load(coefficient_ptr + channel, mask=inside, other=0.0)[None, None, :]
+    tilt = tl.load(coefficient_ptr + channels + channel, mask=inside, other=0.0)
+    even = tl.load(coefficient_ptr + 2 * channels + channel, mask=inside, other=0.0)
+    if KIND == EXTREME:
+        # The sparse term sums to zero over a channel: what the extremes get, all the others give.
+        each = tl.load(coefficient_ptr + 3 * channels + channel, mask=inside, other=0.0)
+        signs = tl.zeros((BLOCK_C,), tl.float32)
+        for j in range(K):
+            at = tl.load(index_ptr + j * channels + channel, mask=inside, other=0)
+            signs += tl.where(at >= 0, 1.0, -1.0)
+        even -= each * signs / (rows * 1.0 * spatial)
+    if KIND == L2:
+        mean = tl.load(stats_ptr + channel, mask=inside, other=0.0)[None, None, :]
+
+    g_ahead = load_tile(g_ptr, split, col, rows, cols, BLOCK_R, EVEN)
+    if CODE_BITS > 0:
+        words_ahead = load_words(code_ptr, split, col, rows, cols, BLOCK_R, EVEN)
+    if KIND == L2:
+        x_ahead = load_tile(saved_ptr, split, col, rows, cols, BLOCK_R, EVEN)
+    for it in range(split, tiles, splits):
+        row = tile_rows(it, BLOCK_R)
+        offset = row.to(tl.int64) * cols + col[None, None, :]
+        mask = row < rows
+        if not EVEN:
+            mask = mask & inside[None, None, :]
+        g = g_ahead.to(tl.float32)
+        g_ahead = load_tile(g_ptr, it + splits, col, rows, cols, BLOCK_R, EVEN)
+        if CODE_BITS > 0:
+            words = words_ahead
+            words_ahead = load_words(code_ptr, it + splits, col, rows, cols, BLOCK_R, EVEN)
+        if CODE_BITS == 4:
+            is_open = is_open_code(words)
+            above = has_bit(words, 3, 4)
+        elif CODE_BITS == 2:
+            is_open = has_bit(words, 1, 2)
+            above = has_bit(words, 0, 2)
+        if RELU:
+            g = tl.where(is_open, g, 0.0)
+        if KIND == L1:
+            # Both sides from g, so that the choice stays in g's layout.
+            dx = tl.where(above, g * slope + (even + tilt)[None, None, :], g * slope + even[None, None, :])
+        else:
+            dx = g * slope + even[None, None, :]
+        if KIND == L2:
+            dx += tilt[None, None, :] * (x_ahead.to(tl.float32) - mean)
+            x_ahead = load_tile(saved_ptr, it + splits, col, rows, cols, BLOCK_R, EVEN)
+        tl.store(dx_ptr + offset, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        if WRITE_RESIDUAL:
+            tl.store(dresidual_ptr + offset, g.to(dresidual_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def scatter_kernel(
+    dx_ptr, index_ptr, coefficient_ptr, channels, K: tl.constexpr, BLOCK_C: tl.constexpr
+):
+    """Adds the extra term of the K extreme elements of each channel."""
+    channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    mask = channel < channels
+    each = tl.load(coefficient_ptr + 3 * channels + channel, mask=mask, other=0.0)
+    for j in range(K):
+        at = tl.load(index_ptr + j * channels + channel, mask=mask, other=0)
+        offset = tl.where(at >= 0, at, ~at)
+        old = tl.load(dx_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+        new = old + tl.where(at >= 0, each, -each)
+        tl.store(dx_ptr + offset, new.to(dx_ptr.dtype.element_ty), mask=mask)

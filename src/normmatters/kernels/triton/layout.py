@@ -1,0 +1,102 @@
+"""One view for every memory layout: a matrix of rows and columns whose columns belong to channels.
+
+| layout                    | rows      | columns | spatial (columns a channel) |
+|---------------------------|-----------|---------|-----------------------------|
+| channels_last, or (N, C)  | N·H·W     | C       | 1                           |
+| contiguous (N, C, *)      | N         | C·H·W   | H·W                         |
+
+So one family of kernels serves both: it reduces down the columns, four rows at a time, and column j belongs to channel
+j // spatial. Four rows are the unit because four 2-bit (4-bit) codes make one int8 (int16): packing happens within a
+thread, and needs no exchange. Eight rows were tried and ran out of registers.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+ROWS_PER_CODE = 4
+
+# How many programs share the device: enough to fill an H200's 132 multiprocessors several times over, few enough that
+# the partial sums they leave stay a small part of the traffic.
+_PROGRAMS = 1056
+
+
+class View(NamedTuple):
+    """A tensor as the kernels see it."""
+
+    rows: int
+    cols: int
+    spatial: int
+
+    @property
+    def channels(self) -> int:
+        return self.cols // self.spatial
+
+    @property
+    def n(self) -> int:
+        """Reduced elements a channel."""
+        return self.rows * self.spatial
+
+    @property
+    def code_rows(self) -> int:
+        return -(-self.rows // ROWS_PER_CODE)
+
+
+class Tiling(NamedTuple):
+    """How a view is cut: tiles of 4·block_r rows and block_c columns, ``splits`` programs down the rows."""
+
+    block_c: int
+    block_r: int
+    group: int  # columns that share one partial sum; they belong to one channel
+    splits: int
+    tiles: int
+    num_warps: int
+
+    def entries(self, view: View) -> int:
+        """Partial sums a split."""
+        return -(-view.cols // self.group)
+
+
+def memory_format(x: Tensor) -> torch.memory_format:
+    """The format in which ``x`` (and everything shaped like it) is handed to the kernels."""
+    if x.is_contiguous():
+        return torch.contiguous_format
+    if x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last):
+        return torch.channels_last
+    if x.dim() == 5 and x.is_contiguous(memory_format=torch.channels_last_3d):
+        return torch.channels_last_3d
+    return torch.contiguous_format
+
+
+def view_of(x: Tensor) -> View:
+    """The view of ``x``, which is dense in its :func:`memory_format`."""
+    channels = x.shape[1]
+    spatial = math.prod(x.shape[2:])
+    if spatial == 1 or memory_format(x) is not torch.contiguous_format:
+        return View(x.shape[0] * spatial, channels, 1)
+    return View(x.shape[0], channels * spatial, spatial)
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def tiling_of(view: View, itemsize: int, *, programs: int = _PROGRAMS) -> Tiling:
+    """Tiles of 16 bytes a thread and row; wide rows first, so that neighbours read neighbouring memory."""
+    num_warps = 4
+    vector = 8 if itemsize <= 2 else 4
+    elements = 32 * num_warps * vector
+    block_c = min(next_power_of_2(view.cols), elements if view.spatial > 1 else 128)
+    block_c = max(block_c, vector)
+    row_groups = view.code_rows
+    block_r = max(1, min(elements // block_c, next_power_of_2(row_groups)))
+    tiles = -(-row_groups // block_r)
+    blocks = -(-view.cols // block_c)
+    splits = max(1, min(tiles, programs // blocks))
+    # A group must not cross a channel's border, and a power of two keeps the reduction inside a thread or a warp.
+    group = min(math.gcd(view.spatial, 16), block_c)
+    return Tiling(block_c, block_r, group, splits, tiles, num_warps)

@@ -1,0 +1,369 @@
+"""Batch statistics in one read of the tensor: mean, then the scale of the deviations, one number a channel.
+
+L1 needs the mean before the deviations, which would cost a second read. Instead a *pilot* mean m comes from a small
+sample of the rows, and one pass collects Σ(x−m), Σ|x−m| and the count of x ≥ m, from which to first order
+
+    Σ|x−μ| = Σ|x−m| − (μ−m)·Σsign(x−m).
+
+The second-order term, n·f·(μ−m)² with f the density at the mean, is about 6e-5 of the result with 8192 samples; a
+Gaussian's f removes most of it. Where the pilot missed (one huge outlier in the sample, say) the channel is summed once
+more about its true mean, so the result holds for any input. L2 uses the same pilot as a shift, which keeps Σ(x−m)² from cancelling. L∞, Top(k) and range need no mean first.
+
+No atomics anywhere: every program leaves its partial sums, and one small kernel adds them in a fixed order, so results
+are bitwise equal from run to run.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from normmatters.kernels.triton.layout import ROWS_PER_CODE
+
+# Kinds of statistic, as the kernels see them.
+L1: tl.constexpr = tl.constexpr(0)
+L2: tl.constexpr = tl.constexpr(1)
+EXTREME: tl.constexpr = tl.constexpr(2)  # L∞ and Top(k)
+RANGE: tl.constexpr = tl.constexpr(3)
+MEAN: tl.constexpr = tl.constexpr(4)
+
+ROWS: tl.constexpr = tl.constexpr(ROWS_PER_CODE)
+
+# The pilot is close enough when it is within this part of the deviation: four standard errors of 8192 samples, so good
+# channels are hardly ever summed twice, and a second-order term of 1e-3 at most, most of which is corrected.
+PILOT_TOLERANCE: tl.constexpr = tl.constexpr(0.06)
+# Half the second derivative of E|x−m| for a Gaussian of mean deviation 1: its density at the mean.
+GAUSSIAN_DENSITY: tl.constexpr = tl.constexpr(0.3183099)
+
+
+@triton.jit
+def tile_rows(tile, BLOCK_R: tl.constexpr):
+    """The rows of a tile, [BLOCK_R, ROWS, 1]: packed row q holds rows ROWS·q and the next ones.
+
+    They are the middle axis because the compiler gives threads to the last axis, then the first: what remains
+    in the middle stays in one thread, and sums and packing along it need no exchange.
+    """
+    packed = tile * BLOCK_R + tl.arange(0, BLOCK_R)
+    return packed[:, None, None] * ROWS + tl.arange(0, ROWS)[None, :, None]
+
+
+@triton.jit
+def load_tile(ptr, tile, col, rows, cols, BLOCK_R: tl.constexpr, EVEN: tl.constexpr):
+    """A tile, [BLOCK_R, ROWS, BLOCK_C]; zero outside, so that a tile behind the last one reads nothing."""
+    row = tile_rows(tile, BLOCK_R)
+    mask = row < rows
+    if not EVEN:
+        mask = mask & (col < cols)[None, None, :]
+    return tl.load(ptr + row.to(tl.int64) * cols + col[None, None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def by_group(acc, GROUP: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Adds neighbouring columns of one channel: [BLOCK_C] -> [BLOCK_C // GROUP]."""
+    if GROUP == 1:
+        return acc
+    return tl.sum(tl.reshape(acc, (BLOCK_C // GROUP, GROUP)), axis=1)
+
+
+@triton.jit
+def pilot_kernel(
+    x_ptr,
+    out_ptr,
+    rows,
+    cols,
+    spatial,
+    channels,
+    samples,
+    step,
+    CONTIGUOUS: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+):
+    """Sums a sample of each channel: evenly spaced rows, or of every image a short run of pixels."""
+    split = tl.program_id(1)
+    splits = tl.num_programs(1)
+    if CONTIGUOUS:
+        # ``samples`` pixels of every image, starting at a place that changes from image to image.
+        channel = tl.program_id(0)
+        acc = tl.zeros((BLOCK_I, BLOCK_J), tl.float32)
+        for i0 in range(split * BLOCK_I, rows, splits * BLOCK_I):
+            image = i0 + tl.arange(0, BLOCK_I)
+            start = (image * step) % (spatial - samples + 1)
+            base = image.to(tl.int64) * cols + channel * spatial + start
+            for j0 in range(0, samples, BLOCK_J):
+                j = j0 + tl.arange(0, BLOCK_J)
+                mask = (image < rows)[:, None] & (j < samples)[None, :]
+                acc += tl.load(x_ptr + base[:, None] + j[None, :], mask=mask, other=0.0).to(tl.float32)
+        tl.store(out_ptr + split * channels + channel, tl.sum(tl.sum(acc, axis=1), axis=0))
+    else:
+        col = tl.program_id(0) * BLOCK_J + tl.arange(0, BLOCK_J)
+        acc = tl.zeros((BLOCK_I, BLOCK_J), tl.float32)
+        for i0 in range(split * BLOCK_I, samples, splits * BLOCK_I):
+            i = i0 + tl.arange(0, BLOCK_I)
+            mask = (i < samples)[:, None] & (col < cols)[None, :]
+            offset = (i.to(tl.int64) * step * cols)[:, None] + col[None, :]
+            acc += tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+        tl.store(out_ptr + split * channels + col, tl.sum(acc, axis=0), mask=col < cols)
+
+
+@triton.jit
+def pilot_mean(pilot_ptr, channel, mask, channels, pilot_splits, pilot_count, BLOCK_C: tl.constexpr):
+    total = tl.zeros((BLOCK_C,), tl.float32)
+    for s in range(pilot_splits):
+        total += tl.load(pilot_ptr + s * channels + channel, mask=mask, other=0.0)
+    return total / pilot_count
+
+
+@triton.jit
+def moments_kernel(
+    x_ptr,
+    pilot_ptr,
+    part_ptr,
+    extreme_ptr,
+    rows,
+    cols,
+    spatial,
+    channels,
+    entries,
+    pilot_splits,
+    pilot_count,
+    tiles,
+    KIND: tl.constexpr,
+    CONTIGUOUS: tl.constexpr,
+    EVEN: tl.constexpr,
+    KEEP_R: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Partial sums [stat, split, entry]; for L∞, Top(k) and range also partial extremes [2, slot, entry]."""
+    pid = tl.program_id(0)
+    split = tl.program_id(1)
+    splits = tl.num_programs(1)
+    if CONTIGUOUS:
+        # Last columns first: what the layer before wrote last is still in the cache.
+        pid = tl.num_programs(0) - 1 - pid
+    col = pid * BLOCK_C + tl.arange(0, BLOCK_C)
+    inside = col < cols
+    channel = col
+    if CONTIGUOUS:
+        channel = col // spatial
+    if KIND == L1 or KIND == L2:
+        shift = pilot_mean(pilot_ptr, channel, inside, channels, pilot_splits, pilot_count, BLOCK_C)
+    else:
+        # Any value of the channel keeps a large common offset out of the sum.
+        shift = tl.load(x_ptr + channel * spatial, mask=inside, other=0.0).to(tl.float32)
+
+    first = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
+    second = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
+    third = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
+    if KIND == EXTREME or KIND == RANGE:
+        second += float("-inf")
+        third += float("inf")
+    ahead = load_tile(x_ptr, tiles - 1 - split, col, rows, cols, BLOCK_R, EVEN)
+    for it in range(split, tiles, splits):
+        tile = tiles - 1 - it
+        x = ahead.to(tl.float32)
+        # The next tile is on its way while this one is summed.
+        ahead = load_tile(x_ptr, tl.where(tile >= splits, tile - splits, tiles), col, rows, cols, BLOCK_R, EVEN)
+        d = x - shift[None, None, :]
+        if not EVEN:
+            valid = (tile_rows(tile, BLOCK_R) < rows) & inside[None, None, :]
+            d = tl.where(valid, d, 0.0)
+        first += tl.sum(d, axis=1)
+        if KIND == L1:
+            second += tl.sum(tl.abs(d), axis=1)
+            above = tl.where(d >= 0, 1.0, 0.0)
+            if not EVEN:
+                above = tl.where(valid, above, 0.0)
+            third += tl.sum(above, axis=1)
+        elif KIND == L2:
+            second += tl.sum(d * d, axis=1)
+        elif KIND == EXTREME or KIND == RANGE:
+            if EVEN:
+                high = x
+                low = x
+            else:
+                high = tl.where(valid, x, float("-inf"))
+                low = tl.where(valid, x, float("inf"))
+            second = tl.maximum(second, tl.max(high, axis=1))
+            third = tl.minimum(third, tl.min(low, axis=1))
+
+    entry = pid * (BLOCK_C // GROUP) + tl.arange(0, BLOCK_C // GROUP)
+    stored = entry < entries
+    plane = splits * entries
+    out = part_ptr + split * entries + entry
+    tl.store(out, by_group(tl.sum(first, axis=0), GROUP, BLOCK_C), mask=stored)
+    if KIND == L1 or KIND == L2:
+        tl.store(out + plane, by_group(tl.sum(second, axis=0), GROUP, BLOCK_C), mask=stored)
+    if KIND == L1:
+        tl.store(out + 2 * plane, by_group(tl.sum(third, axis=0), GROUP, BLOCK_C), mask=stored)
+    if KIND == EXTREME or KIND == RANGE:
+        if GROUP > 1:
+            second = tl.max(tl.reshape(second, (BLOCK_R, BLOCK_C // GROUP, GROUP)), axis=2)
+            third = tl.min(tl.reshape(third, (BLOCK_R, BLOCK_C // GROUP, GROUP)), axis=2)
+        if KEEP_R:
+            slot = split * BLOCK_R + tl.arange(0, BLOCK_R)
+            at = extreme_ptr + slot[:, None] * entries + entry[None, :]
+            tl.store(at, second, mask=stored[None, :])
+            tl.store(at + plane * BLOCK_R, third, mask=stored[None, :])
+        else:
+            at = extreme_ptr + split * entries + entry
+            tl.store(at, tl.max(second, axis=0), mask=stored)
+            tl.store(at + plane, tl.min(third, axis=0), mask=stored)
+
+
+@triton.jit
+def write_statistics(
+    stats_ptr,
+    running_mean_ptr,
+    running_var_ptr,
+    channel,
+    mask,
+    channels,
+    mean,
+    scale,
+    momentum,
+    eps,
+    unbias,
+    HAS_RUNNING: tl.constexpr,
+    KIND: tl.constexpr,
+):
+    """stats[0] = μ, stats[1] = 1/D with D = √(s²+eps), stats[2] = s/D; the running statistics move by ``momentum``."""
+    if KIND == MEAN:
+        inverse = mean * 0.0 + 1.0
+        ratio = mean * 0.0
+    else:
+        inverse = 1.0 / tl.sqrt(scale * scale + eps)
+        ratio = scale * inverse
+    tl.store(stats_ptr + channel, mean, mask=mask)
+    tl.store(stats_ptr + channels + channel, inverse, mask=mask)
+    tl.store(stats_ptr + 2 * channels + channel, ratio, mask=mask)
+    if HAS_RUNNING:
+        old = tl.load(running_mean_ptr + channel, mask=mask, other=0.0).to(tl.float32)
+        tl.store(running_mean_ptr + channel, old + momentum * (mean - old), mask=mask)
+        if KIND != MEAN:
+            old = tl.load(running_var_ptr + channel, mask=mask, other=0.0).to(tl.float32)
+            tl.store(running_var_ptr + channel, old + momentum * (scale * scale * unbias - old), mask=mask)
+
+
+@triton.jit
+def add_entries(
+    part_ptr,
+    plane,
+    channel,
+    mask,
+    splits,
+    entries,
+    per_channel,
+    PLANES: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Adds the partial sums of a channel over splits and columns, in a fixed order, for up to three statistics."""
+    a = tl.zeros((BLOCK_E, BLOCK_C), tl.float32)
+    b = tl.zeros((BLOCK_E, BLOCK_C), tl.float32)
+    c = tl.zeros((BLOCK_E, BLOCK_C), tl.float32)
+    for e0 in range(0, splits * per_channel, BLOCK_E):
+        e = e0 + tl.arange(0, BLOCK_E)
+        offset = (e // per_channel * entries + e % per_channel)[:, None] + (channel * per_channel)[None, :]
+        m = (e < splits * per_channel)[:, None] & mask[None, :]
+        a += tl.load(part_ptr + offset, mask=m, other=0.0)
+        if PLANES > 1:
+            b += tl.load(part_ptr + plane + offset, mask=m, other=0.0)
+        if PLANES > 2:
+            c += tl.load(part_ptr + 2 * plane + offset, mask=m, other=0.0)
+    return tl.sum(a, axis=0), tl.sum(b, axis=0), tl.sum(c, axis=0)
+
+
+@triton.jit
+def deviation_about(
+    x_ptr, mean, channel, mask, rows, spatial, cols, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr
+):
+    """Σ|x−μ| of whole channels by one program: slow, and only for channels whose pilot missed."""
+    total = tl.zeros((BLOCK_E, BLOCK_C), tl.float32)
+    base = x_ptr
+    for _ in range(rows):
+        for j0 in range(0, spatial, BLOCK_E):
+            j = j0 + tl.arange(0, BLOCK_E)
+            m = (j < spatial)[:, None] & mask[None, :]
+            x = tl.load(base + j[:, None] + (channel * spatial)[None, :], mask=m, other=0.0).to(tl.float32)
+            total += tl.where(m, tl.abs(x - mean[None, :]), 0.0)
+        base += cols
+    return tl.sum(total, axis=0)
+
+
+@triton.jit
+def deviation_down(x_ptr, mean, channel, mask, rows, cols, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr):
+    """The same where a channel is one column."""
+    total = tl.zeros((BLOCK_E, BLOCK_C), tl.float32)
+    for r0 in range(0, rows, BLOCK_E):
+        row = r0 + tl.arange(0, BLOCK_E)
+        m = (row < rows)[:, None] & mask[None, :]
+        offset = (row.to(tl.int64) * cols)[:, None] + channel[None, :]
+        x = tl.load(x_ptr + offset, mask=m, other=0.0).to(tl.float32)
+        total += tl.where(m, tl.abs(x - mean[None, :]), 0.0)
+    return tl.sum(total, axis=0)
+
+
+@triton.jit
+def finalize_kernel(
+    x_ptr,
+    pilot_ptr,
+    part_ptr,
+    stats_ptr,
+    running_mean_ptr,
+    running_var_ptr,
+    rows,
+    cols,
+    spatial,
+    channels,
+    entries,
+    splits,
+    per_channel,
+    pilot_splits,
+    pilot_count,
+    n,
+    constant,
+    momentum,
+    eps,
+    unbias,
+    KIND: tl.constexpr,
+    CONTIGUOUS: tl.constexpr,
+    HAS_RUNNING: tl.constexpr,
+    PILOT_IS_SAMPLE: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Partial sums -> μ, 1/D, s/D and the running statistics (L1, L2, mean-only)."""
+    channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    mask = channel < channels
+    PLANES: tl.constexpr = 3 if KIND == L1 else (2 if KIND == L2 else 1)
+    first, second, third = add_entries(
+        part_ptr, splits * entries, channel, mask, splits, entries, per_channel, PLANES, BLOCK_E, BLOCK_C
+    )
+    if KIND == L1 or KIND == L2:
+        shift = pilot_mean(pilot_ptr, channel, mask, channels, pilot_splits, pilot_count, BLOCK_C)
+    else:
+        shift = tl.load(x_ptr + channel * spatial, mask=mask, other=0.0).to(tl.float32)
+    delta = first / n
+    mean = shift + delta
+    scale = mean
+    if KIND == L1:
+        deviation = (second - delta * (2.0 * third - n)) / n
+        if PILOT_IS_SAMPLE:
+            deviation += GAUSSIAN_DENSITY * delta * delta / tl.maximum(deviation, 1e-30)
+            missed = mask & ~(tl.abs(delta) <= PILOT_TOLERANCE * deviation) & (second > 0)
+            if tl.max(missed.to(tl.int32), axis=0) > 0:
+                if CONTIGUOUS:
+                    exact = deviation_about(x_ptr, mean, channel, mask, rows, spatial, cols, BLOCK_E, BLOCK_C) / n
+                else:
+                    exact = deviation_down(x_ptr, mean, channel, mask, rows, cols, BLOCK_E, BLOCK_C) / n
+                deviation = tl.where(missed, exact, deviation)
+        scale = constant * deviation
+    elif KIND == L2:
+        scale = constant * tl.sqrt(tl.maximum(second / n - delta * delta, 0.0))
+    write_statistics(
+        stats_ptr, running_mean_ptr, running_var_ptr, channel, mask, channels,
+        mean, scale, momentum, eps, unbias, HAS_RUNNING, KIND,
+    )  # fmt: skip
