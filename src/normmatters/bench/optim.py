@@ -1,0 +1,261 @@
+"""Time one step of each optimizer on ResNet-50's parameters, beside `torch.optim.SGD`.
+
+A number is reported only for an optimizer whose steps on the device agree with its steps in float64 on the CPU.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import MultiStepLR
+
+from normmatters.optim import (
+    Angular,
+    AngularSGD,
+    NormRecorder,
+    NormSchedule,
+    Recording,
+    StepSizeCorrection,
+    WeightDecayFreeAdamW,
+    WeightDecayFreeSGD,
+    channel_norms,
+)
+
+Named = dict[str, nn.Parameter]
+Build = Callable[[Named, bool], tuple[Optimizer, Callable[[], Any]]]
+
+LR, MOMENTUM, WEIGHT_DECAY = 0.1, 0.9, 1e-4
+
+
+def resnet50_shapes(
+    width: int = 64, blocks: tuple[int, ...] = (3, 4, 6, 3), classes: int = 1000
+) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of ResNet-50's parameters: 161 tensors, 25.6 million numbers."""
+    shapes: dict[str, tuple[int, ...]] = {}
+
+    def conv(name: str, out: int, inputs: int, size: int) -> None:
+        shapes[f"{name}.conv.weight"] = (out, inputs, size, size)
+        shapes[f"{name}.bn.weight"] = shapes[f"{name}.bn.bias"] = (out,)
+
+    conv("stem", width, 3, 7)
+    inputs = width
+    for stage, count in enumerate(blocks):
+        inner = width * 2**stage
+        for block in range(count):
+            name = f"layer{stage + 1}.{block}"
+            conv(f"{name}.1", inner, inputs, 1)
+            conv(f"{name}.2", inner, inner, 3)
+            conv(f"{name}.3", 4 * inner, inner, 1)
+            if block == 0:
+                conv(f"{name}.downsample", 4 * inner, inputs, 1)
+            inputs = 4 * inner
+    shapes["fc.weight"], shapes["fc.bias"] = (classes, inputs), (classes,)
+    return shapes
+
+
+def run(device: str = "cuda", smoke: bool = False) -> list[dict[str, Any]]:
+    """Time every optimizer, one step at a time and as a CUDA graph.
+
+    Args:
+        device: where the parameters live; graphs are timed on CUDA only.
+        smoke: few and small tensors and few repeats, to see that it runs.
+
+    Returns:
+        Rows with ``optimizer``, ``mode`` ("eager" or "graph"), ``milliseconds`` a step (median; None if its check
+        failed), ``ratio`` to ``SGD(foreach=True)`` in that mode, ``check`` ("ok", or what went wrong) and ``device``.
+    """
+    shapes = resnet50_shapes(8, (1, 1), 10) if smoke else resnet50_shapes()
+    rows: list[dict[str, Any]] = []
+    for name, (build, graph) in OPTIMIZERS.items():
+        verdict = check(build, shapes, device)
+        for mode in ("eager", "graph") if graph and torch.device(device).type == "cuda" else ("eager",):
+            seconds = None
+            if verdict == "ok":
+                seconds = measure(build, shapes, device, mode == "graph", repeats=3 if smoke else 30)
+            rows.append({"optimizer": name, "mode": mode, "milliseconds": seconds and seconds * 1e3, "check": verdict})
+    base = {row["mode"]: row["milliseconds"] for row in rows if row["optimizer"] == "SGD(foreach=True)"}
+    where = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else device
+    for row in rows:
+        own, reference = row["milliseconds"], base.get(row["mode"])
+        row["ratio"] = own / reference if own and reference else None
+        row["device"] = where
+    return rows
+
+
+def make_parameters(shapes: dict[str, tuple[int, ...]], device: str, dtype: torch.dtype) -> Named:
+    """The same parameters and gradients for every device and dtype; weights' gradients orthogonal to each channel."""
+    generator = torch.Generator().manual_seed(0)
+    named: Named = {}
+    for name, shape in shapes.items():
+        p, g = (torch.randn(shape, generator=generator) for _ in range(2))
+        if len(shape) > 1:
+            dims = tuple(range(1, len(shape)))
+            g -= (g * p).sum(dims, keepdim=True) / p.square().sum(dims, keepdim=True) * p
+        named[name] = nn.Parameter(p.to(device, dtype))
+        named[name].grad = (g / 100).to(device, dtype)
+    return named
+
+
+def check(build: Build, shapes: dict[str, tuple[int, ...]], device: str, steps: int = 3) -> str:
+    """Compare some steps in float32 on the device with the same in float64 on the CPU."""
+    own, reference = (make_parameters(shapes, *place) for place in ((device, torch.float32), ("cpu", torch.float64)))
+    for named in (own, reference):
+        _, step = build(named, False)
+        for _ in range(steps):
+            step()
+    for name, p in own.items():
+        error = (p.detach().cpu().double() - reference[name].detach()).abs().max().item()
+        # Numbers up to 5, a handful of float32 roundings a step.
+        if not error < 1e-5:
+            return f"'{name}' is off by {error:.2g} after {steps} steps"
+    return "ok"
+
+
+def measure(build: Build, shapes: dict[str, tuple[int, ...]], device: str, graph: bool, repeats: int) -> float:
+    """Median seconds of one step."""
+    named = make_parameters(shapes, device, torch.float32)
+    _optimizer, step = build(named, graph)  # kept: a recorder or a schedule hangs on it
+    cuda = torch.device(device).type == "cuda"
+    if graph:
+        step = _capture(step)
+    for _ in range(3):
+        step()
+    seconds = []
+    for _ in range(repeats):
+        if not cuda:
+            start = time.perf_counter()
+            step()
+            seconds.append(time.perf_counter() - start)
+            continue
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        begin.record()
+        for _ in range(10):  # ten in a row: what the host needs to launch a step counts only where it is the longer
+            step()
+        end.record()
+        torch.cuda.synchronize()
+        seconds.append(begin.elapsed_time(end) / 1e4)
+    return statistics.median(seconds)
+
+
+def _capture(step: Callable[[], Any]) -> Callable[[], Any]:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def _weights(named: Named) -> dict[str, Tensor]:
+    """The convolutions: what a normalization follows."""
+    return {n: p for n, p in named.items() if p.ndim == 4}
+
+
+def _groups(named: Named, **rest: object) -> list[dict[str, Any]]:
+    weights = _weights(named)
+    return [{"params": list(weights.values())}, {"params": [p for n, p in named.items() if n not in weights], **rest}]
+
+
+def _plain(make: Callable[[Named, bool], Optimizer]) -> Build:
+    def build(named: Named, graph: bool) -> tuple[Optimizer, Callable[[], Any]]:
+        optimizer = make(named, graph)
+        return optimizer, optimizer.step
+
+    return build
+
+
+def _sgd(named: Named, **kwargs: Any) -> SGD:
+    options = {"lr": LR, "momentum": MOMENTUM, "weight_decay": WEIGHT_DECAY, "foreach": True} | kwargs
+    return SGD(named.values(), **options)
+
+
+def _free_sgd(named: Named, graph: bool, **kwargs: Any) -> WeightDecayFreeSGD:
+    groups = _groups(named, weight_decay_free=False)
+    return WeightDecayFreeSGD(groups, LR, MOMENTUM, weight_decay=WEIGHT_DECAY, capturable=graph, **kwargs)
+
+
+def _recording(named: Named) -> Recording:
+    """Constant norms for more steps than are timed."""
+    weights, steps = _weights(named), 1_000_000
+    return Recording(
+        norms={n: channel_norms(w.detach()).repeat(2, 1).cpu() for n, w in weights.items()},
+        steps=torch.tensor([0, steps]),
+        lr=torch.full((1, 1), LR, dtype=torch.float64),
+        weight_decay=torch.zeros(1, 1, dtype=torch.float64),
+        groups=dict.fromkeys(weights, 0),
+        shapes={n: tuple(w.shape) for n, w in weights.items()},
+        dims=dict.fromkeys(weights, 0),
+        epoch_ends=(steps,),
+    )
+
+
+def _correction(named: Named, graph: bool) -> Optimizer:
+    return StepSizeCorrection(_sgd(named, weight_decay=0.0), _recording(named), _weights(named))
+
+
+def _norm_schedule(named: Named, graph: bool) -> tuple[Optimizer, Callable[[], Any]]:
+    optimizer = SGD(_groups(named), LR, MOMENTUM, foreach=True)
+    schedule = NormSchedule(optimizer, lambda o: MultiStepLR(o, [10**9]), _weights(named))
+
+    def step() -> None:
+        optimizer.step()
+        schedule.step()
+
+    return optimizer, step
+
+
+def _recorder(named: Named, graph: bool) -> tuple[Optimizer, Callable[[], Any]]:
+    optimizer = _sgd(named)
+    recorder = NormRecorder(_weights(named), optimizer, capacity=1000 if graph else None)
+
+    def step(recorder: NormRecorder = recorder) -> None:  # keeps the recorder alive
+        optimizer.step()
+
+    return optimizer, step
+
+
+# Name → how to build it, and whether it can be captured into a CUDA graph.
+OPTIMIZERS: dict[str, tuple[Build, bool]] = {
+    "SGD(foreach=True)": (_plain(lambda named, graph: _sgd(named)), True),
+    "SGD(fused=True)": (_plain(lambda named, graph: _sgd(named, foreach=None, fused=True)), True),
+    "WeightDecayFreeSGD": (_plain(_free_sgd), True),
+    "WeightDecayFreeSGD(fused=True)": (_plain(lambda named, graph: _free_sgd(named, False, fused=True)), False),
+    "AngularSGD": (
+        _plain(
+            lambda named, graph: AngularSGD(_groups(named, angular=False), LR, MOMENTUM, WEIGHT_DECAY, capturable=graph)
+        ),
+        True,
+    ),
+    "Angular(SGD)": (
+        _plain(
+            lambda named, graph: Angular(
+                SGD(_groups(named, angular=False), LR, MOMENTUM, weight_decay=WEIGHT_DECAY, foreach=True)
+            )
+        ),
+        True,
+    ),
+    "AdamW(foreach=True)": (
+        _plain(lambda named, graph: AdamW(named.values(), 1e-3, foreach=True, capturable=graph)),
+        True,
+    ),
+    "WeightDecayFreeAdamW": (
+        _plain(
+            lambda named, graph: WeightDecayFreeAdamW(_groups(named, weight_decay_free=False), 1e-3, capturable=graph)
+        ),
+        True,
+    ),
+    "SGD + StepSizeCorrection": (_plain(_correction), False),
+    "SGD + NormSchedule": (_norm_schedule, False),
+    "SGD + NormRecorder": (_recorder, True),
+}
