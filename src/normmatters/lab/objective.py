@@ -18,7 +18,7 @@ from normmatters.lab.data.text import PAD, TextBatch
 
 
 class Objective(Protocol):
-    """See the head of this file; ``tensors`` and ``rebuild`` let a CUDA graph keep a batch in fixed buffers."""
+    """See the head of this file. ``example`` is a small input for the test of scale invariance."""
 
     def measure(self, model: nn.Module, batch: Any, *, smooth: bool) -> tuple[Tensor, Tensor]: ...
     def epoch_metrics(self, sums: list[float], split: str) -> dict[str, float | None]: ...

@@ -84,8 +84,14 @@ class Regime:
         return float(self.optimizer.param_groups[0]["lr"])
 
     def before_step(self, step: int) -> None:
-        """Set the learning rate of step ``step`` (a norm schedule sets its own)."""
+        """Set the learning rate of step ``step``, or the norms where a norm schedule sets those instead.
+
+        Norms move here and not after the last step: a validation between the two then sees the weights that the running
+        statistics of its batch norms were made with.
+        """
         if self.norm_schedule is not None:
+            if step > 0:
+                self.norm_schedule.step()
             return
         lr = self.config.lr * lr_factor(self.config, step, self.steps_per_epoch)
         if lr == self._lr:
@@ -96,10 +102,6 @@ class Regime:
             else:
                 group["lr"] = lr
         self._lr = lr
-
-    def after_step(self) -> None:
-        if self.norm_schedule is not None:
-            self.norm_schedule.step()
 
     def describe(self) -> dict[str, float]:
         """Mean norm and mean effective step η/‖w‖² (η/‖w‖ for Adam) over the watched channels."""

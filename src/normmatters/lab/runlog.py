@@ -28,7 +28,7 @@ from normmatters.lab.config import RunConfig, config_hash, from_dict, to_json
 
 
 class RunError(RuntimeError):
-    """A run that cannot go on. ``kind``: "nan", "disk_full", "folder", "busy", "config", "checkpoint"."""
+    """A run that cannot go on. ``kind``: "nan", "disk_full", "folder", "busy", "other_run", "checkpoint"."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -104,26 +104,31 @@ class RunFolder:
             self._lock.close()  # which also unlocks; a killed process's lock goes with it
             self._lock = None
 
-    def start(self, config: RunConfig, device: torch.device, *, fresh: bool) -> None:
-        """Write what is run; refuse a folder that holds another run, unless ``fresh`` asks to begin again."""
+    def check(self, config: RunConfig) -> None:
+        """Refuse a folder that holds another run."""
         existing = self.path / "config.json"
-        if existing.is_file() and not fresh:
-            try:
-                old = config_hash(from_dict(json.loads(existing.read_text()), str(existing)))
-            except ValueError as error:
-                raise RunError("config", f"{existing} cannot be read ({error}); choose another folder") from None
-            if old != config_hash(config):
-                raise RunError(
-                    "config",
-                    f"{self.path} holds another run ({old}, this one is {config_hash(config)}): "
-                    "choose another folder, or ask for a fresh start to replace it",
-                )
+        if not existing.is_file():
+            return
+        try:
+            old = config_hash(from_dict(json.loads(existing.read_text()), str(existing)))
+        except ValueError as error:
+            raise RunError("other_run", f"{existing} cannot be read ({error}); choose another folder") from None
+        if old != config_hash(config):
+            raise RunError(
+                "other_run",
+                f"{self.path} holds another run ({old}, this one is {config_hash(config)}): "
+                "choose another folder, or ask for a fresh start to replace it",
+            )
+
+    def start(self, config: RunConfig, device: torch.device, *, fresh: bool) -> None:
+        """Write what is run; ``fresh`` throws away what the folder held."""
         if fresh:
             for name in ("metrics.jsonl", "summary.json", "error.json", "norms.safetensors", "tokenizer.json"):
                 (self.path / name).unlink(missing_ok=True)
             for item in self.checkpoints.iterdir():
                 item.unlink()
-        write_atomic(existing, to_json(config).encode())
+        (self.path / "error.json").unlink(missing_ok=True)
+        write_atomic(self.path / "config.json", to_json(config).encode())
         write_atomic(self.path / "environment.json", _json(environment(device)))
 
     def ended(self) -> RunResult | None:

@@ -80,7 +80,6 @@ class Stepper:
             torch.cuda.current_stream().wait_stream(self._stream)
         else:
             self._replay(batch)
-        self.regime.after_step()
 
     def _forward_backward(self, batch: Any) -> None:
         self.regime.optimizer.zero_grad(set_to_none=True)

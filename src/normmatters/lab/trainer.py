@@ -5,15 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
-import random
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -25,6 +22,7 @@ from normmatters.lab.models import Translator, build_model
 from normmatters.lab.objective import Classification, Objective, Translation
 from normmatters.lab.regimes import Regime, build_regime, find_invariant, find_recording
 from normmatters.lab.runlog import RunError, RunFolder, RunResult
+from normmatters.lab.session import first_process_first, process_group, settings
 from normmatters.lab.step import Arithmetic, Stepper
 from normmatters.lab.translate import bleu, translate
 from normmatters.nn.sync import convert_sync_batchnorm
@@ -66,13 +64,15 @@ def train(
         >>> train(from_dict({"optim": {"epochs": 2}}), "runs/digits").metrics["val_acc"]  # doctest: +SKIP
     """
     run_dir = Path(run_dir)
-    with _process_group(config) as (device, shard), contextlib.ExitStack() as stack:
+    device, shard = process_group(config)
+    with contextlib.ExitStack() as stack:
         folder = RunFolder(run_dir)
+        ended: RunResult | None = None
         if shard.rank == 0:
             stack.enter_context(folder)
-            ended = folder.ended() if resume else None
-        else:
-            ended = None
+            if resume:
+                folder.check(config)
+                ended = folder.ended()
         if shard.world > 1:  # all of them train, or none
             box = [ended]
             dist.broadcast_object_list(box, src=0)
@@ -82,7 +82,7 @@ def train(
         try:
             if shard.rank == 0:
                 folder.start(config, device, fresh=not resume)
-            with _settings(config, device):
+            with settings(config, device):
                 run = _Run(config, folder, device, shard, data_dir, reference_dir)
                 return run.loop(progress or (lambda _: None))
         except RunError as error:
@@ -97,65 +97,8 @@ def train(
 
 
 def _fail(folder: RunFolder, shard: Shard, kind: str, message: str, **details: Any) -> None:
-    if shard.rank == 0 and kind != "busy" and folder.path.is_dir():
+    if shard.rank == 0:
         folder.fail(kind, message, **details)
-
-
-@contextlib.contextmanager
-def _process_group(config: RunConfig) -> Iterator[tuple[torch.device, Shard]]:
-    """This process's device and share of the work; joins torchrun's group, and leaves it if it was joined here."""
-    world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-    name = config.runtime.device
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(name)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"runtime.device={config.runtime.device!r}, but this torch sees no GPU")
-    if device.type == "cuda":
-        local = int(os.environ.get("LOCAL_RANK", "0")) if world > 1 else (device.index or 0)
-        device = torch.device("cuda", local)
-        torch.cuda.set_device(device)
-    joined = world > 1 and not dist.is_initialized()
-    if joined:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    try:
-        yield device, Shard(rank, world)
-    finally:
-        if joined:
-            dist.destroy_process_group()
-
-
-@contextlib.contextmanager
-def _settings(config: RunConfig, device: torch.device) -> Iterator[None]:
-    """Seeds, threads and torch's global switches for this run; the caller's are put back, so runs can follow runs."""
-    before = (
-        torch.get_num_threads(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.backends.cudnn.benchmark,
-        torch.get_float32_matmul_precision(),
-        torch.backends.cudnn.allow_tf32,
-    )
-    states = checkpoint.random_state()
-    random.seed(config.seed)
-    np.random.seed(config.seed % (1 << 32))  # noqa: NPY002
-    torch.manual_seed(config.seed)
-    if config.runtime.threads is not None:
-        torch.set_num_threads(config.runtime.threads)
-    if device.type == "cpu":
-        torch.use_deterministic_algorithms(config.runtime.deterministic)
-    else:
-        torch.backends.cudnn.benchmark = True
-        torch.set_float32_matmul_precision("high" if config.precision.tf32 else "highest")
-        torch.backends.cudnn.allow_tf32 = config.precision.tf32
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before[0])
-        torch.use_deterministic_algorithms(before[1])
-        torch.backends.cudnn.benchmark = before[2]
-        torch.set_float32_matmul_precision(before[3])
-        torch.backends.cudnn.allow_tf32 = before[4]
-        checkpoint.set_random_state(states)
 
 
 class _Run:
@@ -172,7 +115,7 @@ class _Run:
     ) -> None:
         self.config, self.folder, self.device, self.shard = config, folder, device, shard
         optim, runtime = config.optim, config.runtime
-        with _first_process_first(shard):  # it downloads, and learns the tokenizer, for all
+        with first_process_first(shard):  # it downloads, and learns the tokenizer, for all
             cache = folder.path if folder.path.is_dir() else None
             self.data = load_data(config.data, data_dir, seed=config.seed, device=device, shard=shard, cache=cache)
         self.steps = self.data.train.steps
@@ -198,6 +141,7 @@ class _Run:
             wrapped = nn.parallel.DistributedDataParallel(wrapped, device_ids=ids)
         self.arithmetic = Arithmetic(config.precision, device)
         self.scaler = torch.amp.GradScaler(device.type) if config.precision.amp == "fp16" else None
+        graph = runtime.compile == "cudagraph" and shard.world == 1 and device.type == "cuda"
         self.stepper = Stepper(
             wrapped,
             self.objective,
@@ -205,11 +149,13 @@ class _Run:
             self.arithmetic,
             self.scaler,
             clip_norm=optim.clip_norm,
-            graph=runtime.compile == "cudagraph" and shard.world == 1,
+            graph=graph,
         )
         self._reseed(0)
         self.rows: list[dict[str, Any]] = []
         self.messages: list[str] = []
+        if runtime.compile == "cudagraph" and not graph:
+            self.messages.append("runtime.compile=cudagraph needs one process and a GPU: the steps ran eagerly")
 
     def loop(self, progress: Progress) -> RunResult:
         config, total = self.config, self.config.optim.epochs
@@ -383,15 +329,6 @@ class _Run:
         except ImportError:
             raise ValueError('runtime.tensorboard needs tensorboard: pip install "normmatters[lab]"') from None
         return SummaryWriter(str(self.folder.path / "tensorboard"), purge_step=start * self.steps)
-
-
-@contextlib.contextmanager
-def _first_process_first(shard: Shard) -> Iterator[None]:
-    if shard.rank > 0:
-        dist.barrier()
-    yield
-    if shard.world > 1 and shard.rank == 0:
-        dist.barrier()
 
 
 def _path(value: str | Path | None) -> Path | None:

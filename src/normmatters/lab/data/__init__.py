@@ -69,7 +69,9 @@ def load_data(
         return _resident(config, *digits.load(min(config.train_size or 1437, 1437)), 10, _DIGITS, seed, device, shard)
     assert folder is not None
     if config.name == "cifar10":
-        found = cifar10.find(folder) or cifar10.prepare(folder.parent)
+        found = cifar10.find(folder) or (None if config.dir else cifar10.prepare(folder.parent))
+        if found is None:
+            raise ValueError(f"CIFAR-10: no test_batch.bin in {folder} (data.dir={config.dir!r})")
         return _resident(config, *cifar10.load(found), 10, _CIFAR, seed, device, shard)
     train, val, classes = folders.open_splits(folder, config.image_size)
     if isinstance(train, folders.ArraySource) and isinstance(val, folders.ArraySource):

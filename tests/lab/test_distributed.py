@@ -1,0 +1,62 @@
+"""Two processes under torchrun (gloo) end where one ends: data split, gradients averaged, norms synchronized."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from lab_runs import rows, small_run
+
+from normmatters.lab.config import to_toml
+from normmatters.lab.trainer import train
+
+RUNS = {
+    "images": small_run(optim={"epochs": 2, "milestones": [1]}, model={"name": "resnet8", "width": 0.5}),
+    "text": small_run(
+        data={"name": "numbers", "vocab_size": 100, "tokens": 300, "train_size": 150, "val_size": 20},
+        model={"name": "transformer", "d_model": 16, "layers": 1, "heads": 2, "d_ff": 16, "dropout": 0.0, "norm": "l2"},
+        optim={"name": "adam", "lr": 1e-3, "epochs": 1, "label_smoothing": 0.1},
+    ),
+}
+
+
+@pytest.mark.timeout(240)
+def test_two_processes_equal_one(tmp_path: Path) -> None:
+    for name, config in RUNS.items():
+        (tmp_path / f"{name}.toml").write_text(to_toml(config))
+        train(config, tmp_path / "one" / name)
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from normmatters.lab.config import load\n"
+        "from normmatters.lab.trainer import train\n"
+        "folder = Path(sys.argv[1])\n"
+        "for name in sys.argv[2:]:\n"
+        "    train(load(folder / f'{name}.toml'), folder / 'two' / name)\n"
+    )
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(program)]
+    done = subprocess.run(
+        [*launch, str(tmp_path), *RUNS],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    for name in RUNS:
+        one, two = rows(tmp_path / "one" / name), rows(tmp_path / "two" / name)
+        assert len(one) == len(two)
+        for a, b in zip(one, two):
+            assert a.keys() == b.keys()
+            for key in ("train_loss", "val_loss", "norm"):
+                # float32 sums in another order, over a few steps that amplify the difference
+                assert b[key] == pytest.approx(a[key], rel=2e-3), (name, key)
+        first = one[0]["train_loss"], two[0]["train_loss"]
+        assert first[1] == pytest.approx(first[0], rel=2e-4)
+        environment = json.loads((tmp_path / "two" / name / "environment.json").read_text())
+        assert environment["world_size"] == 2

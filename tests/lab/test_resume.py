@@ -1,0 +1,192 @@
+"""Nothing is lost: runs that are killed, interrupted or find a checkpoint damaged end as if nothing had happened."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lab_runs import rows, small_run
+from safetensors.torch import load_file
+
+from normmatters.lab import checkpoint
+from normmatters.lab.config import to_toml
+from normmatters.lab.runlog import RunError
+from normmatters.lab.trainer import train
+
+MODES: dict[str, dict[str, Any]] = {
+    "step": {"runtime": {"record": "step"}},
+    "wd_free": {"optim": {"mode": "wd_free"}},
+    "corrected": {"optim": {"mode": "corrected", "reference": "wd_on"}},
+    "norm_schedule": {"optim": {"mode": "norm_schedule", "reference": "wd_on"}},
+    "norms_of_the_lr": {"optim": {"mode": "norm_schedule"}},
+    "angular": {"optim": {"mode": "angular"}},
+    "adamw": {"optim": {"name": "adamw", "lr": 1e-3}},
+    "bwn": {"model": {"weight_norm": "bwn"}},
+    "fp16": {"precision": {"amp": "fp16"}},
+    "dropout": {
+        "data": {"name": "numbers", "vocab_size": 100, "tokens": 400, "train_size": 100, "val_size": 10},
+        "model": {"name": "lstm", "d_model": 16, "layers": 1, "norm": "l2"},
+        "optim": {"name": "adam", "lr": 1e-3},
+        "runtime": {"bleu": "none"},
+    },
+}
+
+
+def with_checkpoints(sections: dict[str, Any]) -> dict[str, Any]:
+    return {**sections, "runtime": {"checkpoint_seconds": 0.0, "device": "cpu", **sections.get("runtime", {})}}
+
+
+class Stop(Exception):
+    pass
+
+
+def interrupt_after(epoch: int) -> Any:
+    def progress(event: dict[str, Any]) -> None:
+        if event.get("epoch") == epoch and "val_loss" in event:
+            raise Stop
+
+    return progress
+
+
+def equal(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(equal(x, y) for x, y in zip(a, b))
+    return bool(a == b)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of cells with the recorded run ``wd_on``."""
+    folder = tmp_path_factory.mktemp("cells")
+    train(small_run(cell="wd_on"), folder / "wd_on")
+    return folder
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_interrupted_runs_end_the_same(mode: str, reference: Path) -> None:
+    """Interrupted in the third epoch, with the metrics ahead of the checkpoint; the last state is equal bit by bit."""
+    config = small_run(cell=mode, **with_checkpoints(MODES[mode]))
+    whole, broken = reference / mode, reference / f"{mode}_broken"
+    train(config, whole)
+    with pytest.raises(Stop):
+        train(config, broken, progress=interrupt_after(2))
+    assert len(rows(broken)) == 2
+    assert checkpoint.epochs(broken / "checkpoints")[-1][0] == 1
+    train(config, broken)
+    assert rows(broken) == rows(whole)
+    states = [checkpoint.load(folder / "checkpoints")[0] for folder in (whole, broken)]
+    assert states[0] is not None
+    assert states[1] is not None
+    for key in ("model", "regime", "scaler", "random"):
+        assert equal(states[0][key], states[1][key]), key
+    assert equal(*(load_file(folder / "norms.safetensors") for folder in (whole, broken)))
+    assert not (broken / "error.json").exists()
+
+
+def test_kill_9_at_random_moments(tmp_path: Path) -> None:
+    """Two kills, each at a random moment; then the same command finishes the run as if there had been none."""
+    config = small_run(optim={"epochs": 12, "milestones": [6]}, runtime={"record": "step", "threads": 1})
+    (tmp_path / "run.toml").write_text(to_toml(config))
+    program = (
+        "import sys; from normmatters.lab.config import load; from normmatters.lab.trainer import train; "
+        "train(load(sys.argv[1]), sys.argv[2])"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "run.toml"), str(tmp_path / "killed")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    generator = random.Random(time.time_ns())  # other moments every time: any failure is a real one
+    metrics = tmp_path / "killed" / "metrics.jsonl"
+
+    def lines() -> int:
+        return metrics.read_text().count("\n") if metrics.exists() else 0
+
+    for goal in (2, 6):
+        process = subprocess.Popen(command, env=environment)
+        give_up = time.monotonic() + 120
+        while lines() < goal and process.poll() is None and time.monotonic() < give_up:
+            time.sleep(0.002)
+        time.sleep(generator.uniform(0, 0.15))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert process.returncode == -signal.SIGKILL
+        assert not (tmp_path / "killed" / "summary.json").exists()
+    train(config, tmp_path / "killed")
+    train(config, tmp_path / "whole")
+    assert rows(tmp_path / "killed") == rows(tmp_path / "whole")
+    assert equal(*(load_file(tmp_path / name / "norms.safetensors") for name in ("killed", "whole")))
+
+
+def damage(kind: str, path: Path) -> None:
+    data = path.read_bytes()
+    if kind == "flipped":
+        path.write_bytes(data[:500] + bytes([data[500] ^ 1]) + data[501:])
+    elif kind == "truncated":
+        path.write_bytes(data[:-100])
+    else:
+        path.with_suffix(".sha256").unlink()
+
+
+@pytest.mark.parametrize("kind", ["flipped", "truncated", "no checksum"])
+def test_damaged_checkpoint_falls_back(tmp_path: Path, kind: str) -> None:
+    config = small_run()
+    train(config, tmp_path / "whole")
+    with pytest.raises(Stop):
+        train(config, tmp_path / "run", progress=interrupt_after(3))
+    newest = checkpoint.epochs(tmp_path / "run" / "checkpoints")[-1]
+    assert newest[0] == 2
+    damage(kind, newest[1])
+    result = train(config, tmp_path / "run")
+    assert rows(tmp_path / "run") == rows(tmp_path / "whole")
+    assert "checkpoint of epoch 2" in result.metrics["messages"][0]
+
+
+def test_all_checkpoints_damaged_begins_again(tmp_path: Path) -> None:
+    config = small_run()
+    train(config, tmp_path / "whole")
+    with pytest.raises(Stop):
+        train(config, tmp_path / "run", progress=interrupt_after(3))
+    for _, path in checkpoint.epochs(tmp_path / "run" / "checkpoints"):
+        damage("truncated", path)
+    result = train(config, tmp_path / "run")
+    assert rows(tmp_path / "run") == rows(tmp_path / "whole")
+    assert len(result.metrics["messages"]) == 2
+
+
+def test_checkpoints_keep_the_last_ones_and_load_without_pickle(tmp_path: Path) -> None:
+    for epoch in (1, 2, 3):
+        checkpoint.save(tmp_path, epoch, {"epoch": epoch, "weights": torch.arange(3)}, keep=2)
+    (tmp_path / ".epoch-000004.pt.1.tmp").write_bytes(b"cut off")
+    assert [e for e, _ in checkpoint.epochs(tmp_path)] == [2, 3]
+    state, damaged = checkpoint.load(tmp_path)
+    assert state is not None
+    assert state["epoch"] == 3
+    assert damaged == []
+    assert not list(tmp_path.glob(".*.tmp"))
+
+    class Evil:
+        def __reduce__(self) -> Any:
+            return os.system, ("false",)
+
+    checkpoint.save(tmp_path, 4, {"epoch": Evil()})
+    with pytest.raises(RunError, match="cannot be read"):
+        checkpoint.load(tmp_path)
+
+
+def test_random_state_round_trip() -> None:
+    import numpy as np
+
+    state = checkpoint.random_state()
+    first = (random.random(), np.random.rand(), torch.rand(1).item())  # noqa: NPY002
+    checkpoint.set_random_state(state)
+    assert (random.random(), np.random.rand(), torch.rand(1).item()) == first  # noqa: NPY002

@@ -1,0 +1,282 @@
+"""The trainer: seeds decide every bit, modes act where they should, every way to end badly is told and leaves order."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lab_runs import rows, small_run
+
+from normmatters.lab import runlog
+from normmatters.lab.config import OptimConfig, RunConfig
+from normmatters.lab.data import load_data
+from normmatters.lab.models import build_model
+from normmatters.lab.objective import Classification
+from normmatters.lab.regimes import build_regime, find_invariant, lr_factor
+from normmatters.lab.runlog import RunError, read_json
+from normmatters.lab.trainer import train
+from normmatters.optim.recording import Recording
+
+
+def test_a_run_learns_and_its_folder_tells_all(tmp_path: Path) -> None:
+    config = small_run(data={"train_size": 1000}, optim={"epochs": 8, "milestones": [6]}, runtime={"tensorboard": True})
+    events: list[dict[str, Any]] = []
+    result = train(config, tmp_path / "run", progress=events.append)
+    assert result.status == "finished"
+    assert result.metrics["val_acc"] > 85
+    folder = tmp_path / "run"
+    history = rows(folder)
+    assert [r["epoch"] for r in history] == list(range(1, 9))
+    assert [r["step"] for r in history] == [20 * e for e in range(1, 9)]
+    assert [r["lr"] for r in history] == pytest.approx([0.1] * 6 + [0.01] * 2)
+    assert history[-1]["train_loss"] < history[0]["train_loss"]
+    assert [e["epoch"] for e in events if "val_acc" in e] == list(range(1, 9))
+    assert read_json(folder / "summary.json") == result.metrics
+    assert result.metrics["best_val_acc"] == max(r["val_acc"] for r in history)
+    environment = read_json(folder / "environment.json")
+    assert environment is not None
+    assert environment["torch"] == torch.__version__
+    assert any((folder / "tensorboard").iterdir())
+    assert not (folder / "error.json").exists()
+    assert len(list((folder / "checkpoints").glob("*.pt"))) == 2
+    # the recorder's norms are those that the metrics average
+    recording = Recording.load(folder / "norms.safetensors")
+    assert recording.tested
+    assert recording.metadata["cell"] == "default"
+    mean = torch.cat([recording.at_epochs(n)[-1] for n in recording.names]).mean().item()
+    assert mean == pytest.approx(history[-1]["norm"], rel=1e-6)
+
+
+def test_seed_decides_every_bit(tmp_path: Path) -> None:
+    first = train(small_run(), tmp_path / "a")
+    torch.manual_seed(123)  # the caller's random state plays no part
+    train(small_run(), tmp_path / "b")
+    train(small_run(seed=1), tmp_path / "c")
+    assert rows(tmp_path / "a") == rows(tmp_path / "b")
+    assert rows(tmp_path / "a")[0] != rows(tmp_path / "c")[0]
+    states = [torch.load(tmp_path / n / "checkpoints" / "epoch-000003.pt", weights_only=True) for n in "ab"]
+    for key, value in states[0]["model"].items():
+        assert torch.equal(value, states[1]["model"][key]), key
+    assert first.history == tmp_path / "a" / "metrics.jsonl"
+
+
+def test_a_finished_run_is_not_run_again(tmp_path: Path) -> None:
+    config = small_run(optim={"epochs": 1})
+    first = train(config, tmp_path)
+    stamp = (tmp_path / "metrics.jsonl").stat().st_mtime_ns
+    again = train(config, tmp_path)
+    assert (tmp_path / "metrics.jsonl").stat().st_mtime_ns == stamp
+    assert again.metrics == first.metrics
+    train(config, tmp_path, resume=False)
+    assert (tmp_path / "metrics.jsonl").stat().st_mtime_ns != stamp
+    assert len(rows(tmp_path)) == 1
+
+
+def test_the_callers_torch_settings_come_back(tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    train(small_run(optim={"epochs": 1}), tmp_path)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_modes_of_figure_1(tmp_path: Path) -> None:
+    """Decay on, exact decay-free and corrected runs take the same path; decay off leaves it."""
+    common = {"lr": 0.5, "weight_decay": 0.03, "epochs": 2, "milestones": [1], "momentum": 0.0}
+    modes: dict[str, dict[str, Any]] = {
+        "wd_on": {},
+        "wd_free": {"mode": "wd_free"},
+        "corrected": {"mode": "corrected", "reference": "wd_on", "correction": "step"},
+        "norm_schedule": {"mode": "norm_schedule", "reference": "wd_on", "correction": "step"},
+        "wd_off": {"mode": "wd_off"},
+    }
+    loss, norm = {}, {}
+    for name, options in modes.items():
+        config = small_run(cell=name, optim={**common, **options}, runtime={"record": "step"})
+        metrics = train(config, tmp_path / name / "seed0").metrics
+        loss[name], norm[name] = metrics["train_loss"], metrics["norm"]
+    for name in ("wd_free", "corrected", "norm_schedule"):
+        assert loss[name] == pytest.approx(loss["wd_on"], rel=2e-4), name
+    assert abs(loss["wd_off"] - loss["wd_on"]) > 1e-3 * loss["wd_on"]
+    assert norm["wd_off"] > norm["wd_on"]
+    assert norm["corrected"] > norm["wd_on"]
+    assert norm["norm_schedule"] == pytest.approx(norm["wd_on"] * math.sqrt(10), rel=1e-2)  # F4
+    with pytest.raises(ValueError, match="run that cell first"):
+        train(small_run(optim={"mode": "corrected", "reference": "absent"}), tmp_path / "x" / "seed0")
+
+
+def test_angular_keeps_every_norm(tmp_path: Path) -> None:
+    for cell, options in (("recipe", {}), ("angle", {"angle": 0.02}), ("adamw", {"name": "adamw", "lr": 1e-3})):
+        train(small_run(optim={"mode": "angular", "weight_decay": 0.05, **options}), tmp_path / cell)
+        recording = Recording.load(tmp_path / cell / "norms.safetensors")
+        for name in recording.names:
+            norms = recording.norms[name]
+            torch.testing.assert_close(norms[-1], norms[0], rtol=1e-4, atol=0)
+
+
+def groups_of(config: RunConfig) -> dict[str, float]:
+    data = load_data(config.data)
+    model = build_model(config.model, data)
+    example = Classification(data, 0.0, torch.device("cpu")).example(torch.device("cpu"))  # type: ignore[arg-type]
+    regime = build_regime(config, model, 6, find_invariant(config, model, example))
+    return {n: g["weight_decay"] for g in regime.optimizer.param_groups for n in g["param_names"]}
+
+
+def test_what_decays() -> None:
+    on = groups_of(small_run())
+    assert on["features.0.weight"] == 5e-3
+    assert on["classifier.weight"] == 5e-4
+    assert on["classifier.bias"] == on["features.1.norm.weight"] == 0
+    off = groups_of(small_run(optim={"mode": "wd_off"}))
+    assert off["features.0.weight"] == 0
+    assert off["classifier.weight"] == 5e-4
+    every = groups_of(small_run(optim={"decay_norms": True, "last_layer_weight_decay": None}))
+    assert set(every.values()) == {5e-3}
+
+
+def test_schedules() -> None:
+    step = OptimConfig(milestones=(1, 2.5), gamma=0.1, epochs=4)
+    assert [lr_factor(step, s, 10) for s in (0, 9, 10, 24, 25)] == [1, 1, 0.1, 0.1, 0.01]
+    warm = OptimConfig(schedule="warmup_sqrt", warmup_steps=100)
+    assert [lr_factor(warm, s, 10) for s in (0, 99, 399)] == [0.01, 1.0, 0.5]
+    cosine = OptimConfig(schedule="cosine", epochs=2)
+    assert lr_factor(cosine, 0, 10) == 1
+    assert lr_factor(cosine, 10, 10) == pytest.approx(0.5)
+    ramp = OptimConfig(schedule="constant", warmup_steps=4)
+    assert [lr_factor(ramp, s, 10) for s in range(5)] == [0.25, 0.5, 0.75, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "precision",
+    [{"amp": "bf16"}, {"arithmetic": "fp16", "accumulate": "fp16"}],
+    ids=["bf16", "fp16 arithmetic"],
+)
+def test_low_precision_trains_alike(tmp_path: Path, precision: dict[str, str]) -> None:
+    full = train(small_run(optim={"epochs": 2}), tmp_path / "full").metrics
+    low = train(small_run(optim={"epochs": 2}, precision=precision), tmp_path / "low").metrics
+    assert low["train_loss"] != full["train_loss"]
+    assert low["train_loss"] == pytest.approx(full["train_loss"], rel=0.15)
+
+
+def test_fp16_with_a_scaler_and_clipping(tmp_path: Path) -> None:
+    config = small_run(optim={"epochs": 1, "clip_norm": 1.0}, precision={"amp": "fp16"})
+    assert train(config, tmp_path).metrics["train_loss"] < 3
+
+
+def test_clipping_and_label_smoothing_act(tmp_path: Path) -> None:
+    plain = train(small_run(optim={"epochs": 1}), tmp_path / "a").metrics["train_loss"]
+    clipped = train(small_run(optim={"epochs": 1, "clip_norm": 0.01}), tmp_path / "b").metrics["train_loss"]
+    smooth = train(small_run(optim={"epochs": 1, "label_smoothing": 0.3}), tmp_path / "c").metrics["train_loss"]
+    assert len({plain, clipped, smooth}) == 3
+
+
+def test_nan_ends_with_a_result(tmp_path: Path) -> None:
+    config = small_run(optim={"lr": 1e30})
+    result = train(config, tmp_path)
+    assert result.status == "nan"
+    assert "NaN or infinite in epoch 1" in result.message
+    error = read_json(tmp_path / "error.json")
+    assert error is not None
+    assert error["kind"] == "nan"
+    assert not (tmp_path / "summary.json").exists()
+    stamp = (tmp_path / "config.json").stat().st_mtime_ns
+    again = train(config, tmp_path)
+    assert (again.status, again.message) == ("nan", result.message)
+    assert (tmp_path / "config.json").stat().st_mtime_ns == stamp
+
+
+def test_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = small_run()
+    train(config, tmp_path / "whole")
+    sync, calls = os.fsync, 0
+
+    def fail_later(descriptor: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls > 14:  # in the midst of the second checkpoint
+            raise OSError(errno.ENOSPC, "No space left on device")
+        sync(descriptor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runlog.os, "fsync", fail_later)
+        with pytest.raises(RunError, match=r"no space left to write .* intact") as caught:
+            train(config, tmp_path / "run")
+    assert caught.value.kind == "disk_full"
+    folder = tmp_path / "run"
+    assert not list(folder.rglob("*.tmp"))
+    assert (folder / "checkpoints" / "epoch-000001.sha256").is_file()
+    train(config, folder)
+    assert rows(folder) == rows(tmp_path / "whole")
+
+
+def test_unwritable_folder_other_run_and_second_process(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(RunError, match="cannot write") as caught:
+        train(small_run(), tmp_path / "file" / "run")
+    assert caught.value.kind == "folder"
+
+    finished = train(small_run(optim={"epochs": 1}), tmp_path / "run").metrics
+    with pytest.raises(RunError, match="holds another run"):
+        train(small_run(optim={"epochs": 1}, seed=9), tmp_path / "run")
+    assert read_json(tmp_path / "run" / "summary.json") == finished
+    assert not (tmp_path / "run" / "error.json").exists()
+
+    with (tmp_path / "run" / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(RunError, match="another process"):
+            train(small_run(optim={"epochs": 1}), tmp_path / "run")
+
+
+def test_missing_data_is_told_in_the_folder_too(tmp_path: Path) -> None:
+    config = small_run(data={"name": "tiny_imagenet", "dir": "absent"})
+    with pytest.raises(ValueError, match="no image folder"):
+        train(config, tmp_path / "run", data_dir=tmp_path)
+    error = json.loads((tmp_path / "run" / "error.json").read_text())
+    assert "no image folder" in error["message"]
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="sees no GPU"):
+            train(small_run(runtime={"device": "cuda"}), tmp_path / "gpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("amp", ["none", "fp16", "bf16"])
+@pytest.mark.parametrize(
+    "optim", [{}, {"mode": "wd_free"}, {"name": "adamw", "lr": 1e-3}], ids=["sgd", "wd_free", "adamw"]
+)
+def test_cuda_graph_takes_the_eager_steps(tmp_path: Path, amp: str, optim: dict[str, Any]) -> None:
+    losses = []
+    for mode in ("none", "cudagraph"):
+        config = small_run(
+            optim={"weight_decay": 5e-3, **optim},
+            model={"norm": "native"},
+            precision={"amp": amp, "tf32": False},
+            runtime={"device": "cuda", "compile": mode},
+        )
+        train(config, tmp_path / mode)
+        losses.append([r["train_loss"] for r in rows(tmp_path / mode)])
+    assert losses[1] == pytest.approx(losses[0], rel=0.02 if amp != "none" else 2e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_cuda_graph_run_resumes(tmp_path: Path) -> None:
+    config = small_run(runtime={"device": "cuda", "compile": "cudagraph"})
+    train(config, tmp_path / "whole")
+
+    def stop(event: dict[str, Any]) -> None:
+        if event.get("epoch") == 2 and "val_loss" in event:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(config, tmp_path / "broken", progress=stop)
+    train(config, tmp_path / "broken")
+    whole, broken = rows(tmp_path / "whole"), rows(tmp_path / "broken")
+    assert [r["train_loss"] for r in broken] == pytest.approx([r["train_loss"] for r in whole], rel=1e-2)
