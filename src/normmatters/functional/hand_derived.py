@@ -263,17 +263,29 @@ def _normalize(
 ) -> Tensor:
     """act((x − μ)/√(s² + eps)·weight + bias + residual), rounded to x's dtype once."""
     weight, bias = (t if t is None else t.to(mean.dtype) for t in (weight, bias))
-    if x.dtype == mean.dtype:
+    if x.dtype == mean.dtype and x.stride(1) != 1:
         y = F.batch_norm(x, mean, squared, weight, bias, False, 0.0, eps)  # with given statistics: one fused pass
         if residual is not None:
             y += residual
         return y.relu_() if act == "relu" else y
+    # Channels last, this is faster; and half precision needs more digits until the end.
+    scale = (squared + eps).rsqrt()
+    if weight is not None:
+        scale *= weight
+    shift = -mean * scale
+    if bias is not None:
+        shift += bias
+    scale, shift = _per_channel(scale, x), _per_channel(shift, x)
     y = torch.empty_like(x)
     for rows in _chunks(x):
-        c = F.batch_norm(x[rows].to(mean.dtype), mean, squared, weight, bias, False, 0.0, eps)
+        part = y[rows] if y.dtype == mean.dtype else torch.empty_like(y[rows], dtype=mean.dtype)
+        torch.addcmul(shift, x[rows].to(mean.dtype), scale, out=part)
         if residual is not None:
-            c += residual[rows]
-        y[rows] = c.relu_() if act == "relu" else c
+            part += residual[rows]
+        if act == "relu":
+            part.relu_()
+        if part.dtype != y.dtype:
+            y[rows] = part
     return y
 
 

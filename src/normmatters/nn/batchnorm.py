@@ -140,8 +140,9 @@ class _LpBatchNorm(_NormBase):
 def _recomputing() -> bool:
     """Whether this forward pass runs inside a backward pass: activation checkpointing's recompute.
 
-    It must give the same output again but not count the batch a second time. A compiled graph needs no such check: its
-    partitioner recomputes values, never the updates of buffers.
+    It must give the same output again but not count the batch a second time. A checkpoint inside a compiled function
+    needs no such check: what is recomputed there are values, never the updates of buffers. A compiled module inside an
+    eager checkpoint cannot be told apart and counts twice, as torch.nn's does.
     """
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
