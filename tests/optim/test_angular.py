@@ -254,7 +254,7 @@ def test_errors_name_the_parameter_and_change_nothing():
     ):
         optimizer.step()
     assert torch.equal(before["0.weight"], net[0].weight)
-    assert not optimizer.state
+    assert not any(optimizer.state.values())
 
     with pytest.raises(ValueError, match=r"'1.weight'.*fewer than two numbers a neuron"):
         AngularSGD(net.named_parameters(), angle=0.1)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.sgd import sgd
 
 Group = dict[str, Any]
 
@@ -42,14 +44,83 @@ def check_number(name: str, value: float | Tensor, low: float = 0.0, below: floa
         raise ValueError(f"{name} must be {bound}, got {value}")
 
 
-def check_dense_gradients(group_index: int, group: Group) -> None:
+def check_dense_gradients(index: int, group: Group) -> None:
     """Raise on a sparse gradient, naming its parameter."""
     for i, p in enumerate(group["params"]):
         if p.grad is not None and p.grad.layout != torch.strided:
             raise ValueError(
-                f"{parameter_label(group_index, group, i)} has a {p.grad.layout} gradient; "
-                "a direction needs the whole vector, so only dense gradients are supported"
+                f"{parameter_label(index, group, i)} has a {p.grad.layout} gradient; a direction needs the whole "
+                "vector, so only dense gradients are supported"
             )
+
+
+class Members(NamedTuple):
+    """The parameters of a group that step, with their gradients and states side by side."""
+
+    params: list[Tensor]
+    grads: list[Tensor]
+    states: list[dict[str, Any]]
+
+    def momentum_buffers(self) -> list[Tensor]:
+        """One buffer a parameter; from zero the first step gives μ·0 + ∇L = ∇L, PyTorch's first buffer."""
+        for p, state in zip(self.params, self.states):
+            if "momentum_buffer" not in state:
+                state["momentum_buffer"] = torch.zeros_like(p)
+        return [state["momentum_buffer"] for state in self.states]
+
+
+def members(optimizer: Optimizer, index: int) -> Members:
+    """The members of group ``index`` that have gradients; raises on a sparse gradient, naming its parameter.
+
+    One pass, because on a GPU the host's time for a step is easily longer than the device's.
+    """
+    group, found = optimizer.param_groups[index], Members([], [], [])
+    for p in group["params"]:
+        grad = p.grad
+        if grad is None:
+            continue
+        if grad.layout != torch.strided:
+            check_dense_gradients(index, group)
+        found.params.append(p)
+        found.grads.append(grad)
+        found.states.append(optimizer.state[p])
+    return found
+
+
+def sgd_(group: Group, group_members: Members, lr: float | Tensor, weight_decay: float) -> None:
+    """``torch.optim.SGD``'s own step. A tensor as ``lr`` is not read by the host, so a CUDA graph may capture it."""
+    params, grads, _ = group_members
+    if not params:
+        return
+    momentum, nesterov, sign = group["momentum"], group["nesterov"], -1.0 if group["maximize"] else 1.0
+    buffers = group_members.momentum_buffers() if momentum != 0 else []
+    if not isinstance(lr, Tensor):
+        if nesterov and weight_decay == 0:
+            grads = [g.clone() for g in grads]  # PyTorch would add into p.grad itself: no weight decay made a copy
+        sgd(
+            params,
+            grads,
+            list(buffers) or [None] * len(params),
+            weight_decay=weight_decay,
+            momentum=momentum,
+            lr=lr,
+            dampening=0.0,
+            nesterov=nesterov,
+            maximize=group["maximize"],
+            foreach=group["foreach"],
+            fused=group.get("fused"),
+        )
+        return
+    updates = list(torch._foreach_mul(params, weight_decay))
+    torch._foreach_add_(updates, grads, alpha=sign)
+    if momentum != 0:
+        torch._foreach_mul_(buffers, momentum)
+        torch._foreach_add_(buffers, updates)
+        if nesterov:
+            torch._foreach_add_(updates, buffers, alpha=momentum)
+        else:
+            updates = buffers
+    torch._foreach_sub_(params, torch._foreach_mul(updates, lr.to(params[0].dtype)))
 
 
 def is_capturing() -> bool:

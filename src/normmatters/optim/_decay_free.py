@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from normmatters.optim._common import Group, check_dense_gradients, host_value, is_capturing, parameter_label
+from normmatters.optim._common import Group, Members, host_value, is_capturing, members, parameter_label
 
 # w is divided by a power of two when α reaches this: exact, rare, and early enough that BN's eps and fp16 gradients,
 # which see the norm, hardly notice.
@@ -44,28 +44,33 @@ class WeightDecayFree(Optimizer):
             self.param_groups.pop()
             raise
 
-    def _check_step(self) -> None:
-        """Everything that can be refused is refused here, before the first parameter changes."""
+    def _gather(self) -> tuple[list[tuple[Group, Members]], list[tuple[Group, Members]]]:
+        """What steps: (ordinary groups, cohorts of weight-decay-free groups).
+
+        Everything that can be refused is refused here, before the first parameter changes.
+        """
         capturing = is_capturing()
+        plain, free = [], []
         for index, group in enumerate(self.param_groups):
             self._check_group(index, group)
-            check_dense_gradients(index, group)
             if capturing and not group["capturable"]:
                 raise ValueError(f"group {index} is captured into a CUDA graph: pass capturable=True")
+            found = members(self, index)
             if not group["weight_decay_free"]:
+                plain.append((group, found))
                 continue
-            if group["check_invariance"] and not capturing:
-                self._check_invariance(index, group)
             if group["capturable"]:
                 self._check_capturable(index, group)
+            if group["check_invariance"] and not capturing and not all("alpha" in state for state in found.states):
+                self._check_invariance(index, group)
+            free.append((group, found))
+        return plain, [(group, cohort) for group, found in free for cohort in self._cohorts(group, found)]
 
     def _check_invariance(self, index: int, group: Group) -> None:
         """A scale-invariant weight has ⟨w, ∇L⟩ = 0; look once, at a parameter's first step."""
         for i, p in enumerate(group["params"]):
-            if p.grad is None or "alpha" in self.state.get(p, ()):
+            if p.grad is None or "alpha" in self.state[p]:
                 continue
-            w, g = p.detach().double().flatten(), p.grad.double().flatten()
-            inner, norm, grad_norm = torch.stack([w @ g, w.norm(), g.norm()]).tolist()
             label = parameter_label(index, group, i)
             if p.ndim < 2:
                 # Their cosine may be 0 by chance: BN's γ at β = 0, before another BN, is scale invariant for one step.
@@ -73,6 +78,8 @@ class WeightDecayFree(Optimizer):
                     f"{label} is a vector: biases and affine parameters are not scale invariant, put them in a group "
                     "with weight_decay_free=False (or pass check_invariance=False if you know better)"
                 )
+            w, g = p.detach().double().flatten(), p.grad.double().flatten()
+            inner, norm, grad_norm = torch.stack([w @ g, w.norm(), g.norm()]).tolist()
             if norm == 0:
                 raise ValueError(
                     f"{label} is all zero, so it has no direction to keep: put it in a group with "
@@ -99,43 +106,39 @@ class WeightDecayFree(Optimizer):
                     "capturable=True give it a group of its own"
                 )
 
-    def _cohorts(self, group: Group) -> list[list[Tensor]]:
-        """The group's parameters that have gradients, split by device, dtype and history (those with equal α).
+    def _cohorts(self, group: Group, found: Members) -> list[Members]:
+        """The members split by device, dtype and history: those with equal α step together.
 
         A step without a gradient does not decay a parameter in ``torch.optim``, so its α goes its own way from there.
         """
-        fresh: dict[Any, list[Tensor]] = {}
-        cohorts: dict[Any, list[Tensor]] = {}
-        for p in group["params"]:
-            if p.grad is None:
-                continue
-            place: tuple[Any, ...] = (p.device, p.dtype)
-            if "alpha" not in self.state.get(p, ()):
-                fresh.setdefault(place, []).append(p)
-            elif group["capturable"]:
-                cohorts.setdefault((*place, id(self.state[p]["alpha"])), []).append(p)
-            else:
-                cohorts.setdefault((*place, *(self.state[p][name] for name, _ in self._scalars)), []).append(p)
-        for (device, _), params in fresh.items():
-            for name, start in self._scalars:
-                value = torch.full((), start, dtype=torch.float64, device=device) if group["capturable"] else start
-                for p in params:
-                    self.state[p][name] = value
-        result = [*cohorts.values(), *fresh.values()]
-        one_by_one = group["foreach"] is False and not group["capturable"]
-        return [[p] for params in result for p in params] if one_by_one else result
+        capturable = group["capturable"]
+        one_by_one = group["foreach"] is False and not capturable
+        fresh: dict[Any, dict[str, Tensor]] = {}
+        cohorts: dict[Any, Members] = {}
+        for p, grad, state in zip(*found):
+            place = p.device, p.dtype
+            if "alpha" not in state:
+                if capturable and place not in fresh:
+                    scalar = torch.zeros((), dtype=torch.float64, device=p.device)
+                    fresh[place] = {name: scalar + start for name, start in self._scalars}
+                state.update(fresh[place] if capturable else self._scalars)
+            history = id(state["alpha"]) if capturable else tuple(state[name] for name, _ in self._scalars)
+            key = p if one_by_one else (place, history)
+            cohort = cohorts.setdefault(key, Members([], [], []))
+            cohort.params.append(p)
+            cohort.grads.append(grad)
+            cohort.states.append(state)
+        return list(cohorts.values())
 
-    def _store(self, group: Group, params: list[Tensor], values: tuple[Any, ...]) -> None:
+    def _store(self, group: Group, cohort: Members, values: tuple[Any, ...]) -> None:
         """Write a cohort's new scalars; tensors (shared by the cohort) in place, so that a graph finds them again."""
-        for (name, _), value in zip(self._scalars, values):
-            if group["capturable"]:
-                self.state[params[0]][name].copy_(value)
-            else:
-                for p in params:
-                    self.state[p][name] = value
-
-    def _free_groups(self) -> list[Group]:
-        return [group for group in self.param_groups if group["weight_decay_free"]]
+        named = {name: value for (name, _), value in zip(self._scalars, values)}
+        if not group["capturable"]:
+            for state in cohort.states:
+                state.update(named)
+            return
+        for name, value in named.items():
+            cohort.states[0][name].copy_(value)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in ``torch.optim``; α stays in double and captured scalars stay shared, bit for bit."""

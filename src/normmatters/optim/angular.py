@@ -20,9 +20,17 @@ import torch
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
 from torch.optim.optimizer import ParamsT
-from torch.optim.sgd import sgd
 
-from normmatters.optim._common import Group, check_dense_gradients, check_number, host_known, host_value
+from normmatters.optim._common import (
+    Group,
+    Members,
+    check_dense_gradients,
+    check_number,
+    host_known,
+    host_value,
+    members,
+    sgd_,
+)
 from normmatters.optim._turning import check_angle, check_turnable, first_norms
 from normmatters.optim._wrapper import OptimizerWrapper
 from normmatters.optim.equilibrium import filter_sums
@@ -136,70 +144,37 @@ class AngularSGD(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._prepare()
+        # Everything that can be refused is refused first, before a parameter changes.
+        found = [members(self, index) for index in range(len(self.param_groups))]
+        new: dict[Tensor, Tensor] = {}
         for index, group in enumerate(self.param_groups):
-            params = [p for p in group["params"] if p.grad is not None]
-            grads = [p.grad for p in params]
-            if not params:
-                continue
+            if group["angular"]:
+                check_angle(self._angle(group))
+                if not all("norm" in state for state in found[index].states):
+                    new |= first_norms(index, group, {p for p in group["params"] if "norm" in self.state[p]})
+        for p, norm in new.items():
+            self.state[p]["norm"] = norm
+        for index, group in enumerate(self.param_groups):
             if not group["angular"]:
-                self._plain(group, params, grads)
-                continue
-            sign, momentum = -1.0 if group["maximize"] else 1.0, group["momentum"]
-            if momentum == 0:
-                self._rotate(index, params, grads, grads, sign)
-                continue
-            directions = self._buffers(params)
+                lr = group["lr"] if group["capturable"] else host_value(group["lr"])
+                sgd_(group, found[index], lr, group["weight_decay"] or 0.0)
+            elif found[index].params:
+                self._turn(index, group, found[index])
+        return loss
+
+    def _turn(self, index: int, group: Group, found: Members) -> None:
+        params, grads, states = found
+        sign, momentum = -1.0 if group["maximize"] else 1.0, group["momentum"]
+        directions, angle = grads, sign * self._angle(group)
+        if momentum != 0:
+            directions, angle = found.momentum_buffers(), self._angle(group)
             torch._foreach_mul_(directions, momentum)
             torch._foreach_add_(directions, grads, alpha=sign)
             if group["nesterov"]:
                 directions = list(torch._foreach_mul(directions, momentum))
                 torch._foreach_add_(directions, grads, alpha=sign)
-            self._rotate(index, params, directions, grads, 1.0)
-        return loss
-
-    def _prepare(self) -> None:
-        """Everything that can be refused is refused here, before the first parameter changes."""
-        new: dict[Tensor, Tensor] = {}
-        for index, group in enumerate(self.param_groups):
-            check_dense_gradients(index, group)
-            if group["angular"]:
-                check_angle(self._angle(group))
-                new |= first_norms(index, group, {p for p in group["params"] if "norm" in self.state.get(p, ())})
-        for p, norm in new.items():
-            self.state[p]["norm"] = norm
-
-    def _rotate(
-        self, index: int, params: list[Tensor], directions: list[Tensor], grads: list[Tensor], sign: float
-    ) -> None:
-        group, norms = self.param_groups[index], [self.state[p]["norm"] for p in params]
-        cache = self._cache.setdefault(index, {})
-        rotate_channels_(params, directions, grads, norms, sign * self._angle(group), group["dim"], cache)
-
-    def _plain(self, group: Group, params: list[Tensor], grads: list[Tensor]) -> None:
-        """``torch.optim.SGD``'s own step, for a group with angular=False."""
-        if group["nesterov"] and not group["weight_decay"]:
-            # PyTorch's Nesterov would add into p.grad itself: no weight decay made a copy of it.
-            grads = [g.clone() for g in grads]
-        buffers: list[Tensor | None] = [*self._buffers(params)] if group["momentum"] != 0 else [None] * len(params)
-        sgd(
-            params,
-            grads,
-            buffers,
-            weight_decay=group["weight_decay"] or 0.0,
-            momentum=group["momentum"],
-            lr=host_value(group["lr"]),
-            dampening=0.0,
-            nesterov=group["nesterov"],
-            maximize=group["maximize"],
-            foreach=group["foreach"],
-        )
-
-    def _buffers(self, params: list[Tensor]) -> list[Tensor]:
-        for p in params:
-            if "momentum_buffer" not in self.state[p]:
-                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-        return [self.state[p]["momentum_buffer"] for p in params]
+        norms = [state["norm"] for state in states]
+        rotate_channels_(params, directions, grads, norms, angle, group["dim"], self._cache.setdefault(index, {}))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in ``torch.optim``; norms keep the dtype they were saved in, which may be more than the parameter's."""
@@ -289,18 +264,22 @@ class Angular(OptimizerWrapper):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        new: dict[Tensor, Tensor] = {}
-        for i, group in enumerate(self.param_groups):
-            check_dense_gradients(i, group)
-            if group["angular"]:
-                check_angle(self._angle(group))
-                new |= first_norms(i, group, self._norms)
-        self._norms |= new
         angular = [(i, group) for i, group in enumerate(self.param_groups) if group["angular"]]
-        params = {i: [p for p in group["params"] if p.grad is not None] for i, group in angular}
+        params: dict[int, list[Tensor]] = {}
+        new: dict[Tensor, Tensor] = {}
+        for i, group in angular:
+            check_dense_gradients(i, group)
+            check_angle(self._angle(group))
+            new |= first_norms(i, group, self._norms)
+            params[i] = [p for p in group["params"] if p.grad is not None]
+        self._norms |= new
         before = {i: [p.detach().clone() for p in params[i]] for i, _ in angular}
         # PyTorch's Nesterov adds into the gradients, and whether a neuron had one is asked after the step.
-        grads = {i: [p.grad.clone() if g.get("nesterov") else p.grad for p in params[i]] for i, g in angular}
+        grads: dict[int, list[Tensor]] = {}
+        for i, group in angular:
+            grads[i] = [p.grad for p in params[i] if p.grad is not None]
+            if group.get("nesterov"):
+                grads[i] = [g.clone() for g in grads[i]]
         decays = [group.get("weight_decay") for _, group in angular]
         try:
             for _, group in angular:

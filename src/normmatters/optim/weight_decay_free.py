@@ -22,14 +22,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
-from torch.optim.sgd import sgd
 
-from normmatters.optim._common import Group, check_number, host_known, host_value
+from normmatters.optim._common import Group, Members, check_number, host_known, host_value, sgd_
 from normmatters.optim._decay_free import WeightDecayFree, rescale_factor
 
 Scalar = TypeVar("Scalar", float, Tensor)
@@ -127,10 +126,6 @@ class WeightDecayFreeSGD(WeightDecayFree):
         if group["fused"] and (group["nesterov"] or group["capturable"]):
             raise ValueError("fused=True does not go with nesterov=True or capturable=True")
         if not group["weight_decay_free"]:
-            if group["capturable"] and isinstance(lr, Tensor):
-                raise ValueError(
-                    "a group with weight_decay_free=False needs a Python number as lr when capturable=True"
-                )
             return
         bound = largest_decay(momentum, group["nesterov"])
         if host_known(lr) and host_value(lr) * weight_decay > bound:
@@ -148,69 +143,32 @@ class WeightDecayFreeSGD(WeightDecayFree):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._check_step()
+        plain, cohorts = self._gather()
         # α of every group first: if a schedule is refused, no weight has moved yet.
-        plans = [
-            (group, params, self._next(group, params))
-            for group in self._free_groups()
-            for params in self._cohorts(group)
-        ]
-        for group in self.param_groups:
-            if not group["weight_decay_free"]:
-                self._plain_step(group)
-        for group, params, (lr, new_alpha, new_kappa) in plans:
-            self._move(group, params, lr, new_alpha)
+        plans = [(group, cohort, self._next(group, cohort)) for group, cohort in cohorts]
+        for group, found in plain:
+            sgd_(group, found, group["lr"] if group["capturable"] else host_value(group["lr"]), group["weight_decay"])
+        for group, cohort, (lr, new_alpha, new_kappa) in plans:
+            self._move(group, cohort, lr, new_alpha)
             factor = rescale_factor(new_alpha)
             pending: float | Tensor = 1.0
             if group["capturable"]:
                 # A graph cannot ask whether to rescale: multiply always, mostly by 1; the buffers with the next step.
-                _scale_(params, factor)
+                _scale_(cohort.params, factor)
                 pending = 1 / factor
             elif factor != 1:
-                _scale_(params, factor)
+                _scale_(cohort.params, factor)
                 if group["momentum"] != 0:
-                    _scale_(self._buffers(params), 1 / factor)
-            self._store(group, params, (new_alpha * factor, new_kappa, pending))
+                    _scale_(cohort.momentum_buffers(), 1 / factor)
+            self._store(group, cohort, (new_alpha * factor, new_kappa, pending))
         return loss
 
-    def _plain_step(self, group: Group) -> None:
-        """``torch.optim.SGD``'s own step, for a group with weight_decay_free=False."""
-        params = [p for p in group["params"] if p.grad is not None]
-        grads = [p.grad for p in params]
-        if group["nesterov"] and group["weight_decay"] == 0:
-            # PyTorch's Nesterov would add into p.grad itself: no weight decay made a copy of it.
-            grads = [g.clone() for g in grads]
-        self._sgd(group, params, grads, host_value(group["lr"]), group["weight_decay"])
-
-    def _sgd(self, group: Group, params: list[Tensor], grads: list[Tensor], lr: float, weight_decay: float) -> None:
-        buffers = list(self._buffers(params)) if group["momentum"] != 0 else [None] * len(params)
-        sgd(
-            params,
-            grads,
-            cast(list[Tensor | None], buffers),
-            weight_decay=weight_decay,
-            momentum=group["momentum"],
-            lr=lr,
-            dampening=0.0,
-            nesterov=group["nesterov"],
-            maximize=group["maximize"],
-            foreach=group["foreach"],
-            fused=group["fused"],
-        )
-
-    def _buffers(self, params: list[Tensor]) -> list[Tensor]:
-        # From zero the first step gives μ·0 + ∇L = ∇L, PyTorch's first buffer.
-        for p in params:
-            if "momentum_buffer" not in self.state[p]:
-                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-        return [self.state[p]["momentum_buffer"] for p in params]
-
-    def _next(self, group: Group, params: list[Tensor]) -> tuple[Any, Any, Any]:
+    def _next(self, group: Group, cohort: Members) -> tuple[Any, Any, Any]:
         """(η_t, α_{t+1}, κ_{t+1}) of a cohort: Python floats, or 0-dim float64 tensors when capturable."""
         lr = group["lr"].double() if isinstance(group["lr"], Tensor) else group["lr"]
         if not group["capturable"]:
             lr = host_value(lr)
-        alpha, kappa = self.state[params[0]]["alpha"], self.state[params[0]]["kappa"]
+        alpha, kappa = cohort.states[0]["alpha"], cohort.states[0]["kappa"]
         new = next_alpha_kappa(alpha, kappa, lr, group["weight_decay"], group["momentum"], group["nesterov"])
         if not group["capturable"] and not new[0] > 0:
             raise ValueError(
@@ -219,20 +177,19 @@ class WeightDecayFreeSGD(WeightDecayFree):
             )
         return lr, *new
 
-    def _move(self, group: Group, params: list[Tensor], lr: float | Tensor, new_alpha: float | Tensor) -> None:
+    def _move(self, group: Group, cohort: Members, lr: float | Tensor, new_alpha: float | Tensor) -> None:
         """V ← μV + ∇L and w ← w − η α_t α_{t+1} V, or Nesterov's form of it."""
-        state = self.state[params[0]]
+        params, grads, (state, *_) = cohort
         step_size = lr * state["alpha"] * new_alpha
-        momentum, pending = group["momentum"], state["pending"]
-        grads = [p.grad for p in params if p.grad is not None]
         if group["fused"]:
-            self._sgd(group, params, grads, step_size, 0.0)
+            sgd_(group, cohort, step_size, 0.0)
             return
-        sign = -1.0 if group["maximize"] else 1.0
-        buffers = self._buffers(params) if momentum != 0 else []
+        momentum, pending, sign = group["momentum"], state["pending"], -1.0 if group["maximize"] else 1.0
         if momentum == 0:
             _add_(params, grads, -sign * step_size)
-        elif group["nesterov"]:
+            return
+        buffers = cohort.momentum_buffers()
+        if group["nesterov"]:
             _add_(params, grads, -sign * (1 + momentum) * step_size)
             _add_(params, buffers, -(momentum**2) * pending * step_size)
             _scale_(buffers, momentum * pending * (1 - lr * group["weight_decay"]))

@@ -14,14 +14,13 @@ form: λu enters √v, so the decay is not a factor on the weights.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
-from normmatters.optim._common import Group, check_number, host_known, host_value
+from normmatters.optim._common import Group, Members, check_number, host_known, host_value
 from normmatters.optim._decay_free import WeightDecayFree, rescale_factor
 
 
@@ -95,35 +94,30 @@ class WeightDecayFreeAdamW(WeightDecayFree):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._check_step()
-        for group in self.param_groups:
-            if not group["weight_decay_free"]:
-                params = [p for p in group["params"] if p.grad is not None]
-                grads = [p.grad for p in params]
-                self._adamw(group, params, grads, group["lr"], group["weight_decay"])
-                continue
-            for params in self._cohorts(group):
-                grads = [p.grad for p in params if p.grad is not None]
-                lr = group["lr"] if group["capturable"] else host_value(group["lr"])
-                alpha = self.state[params[0]]["alpha"]
-                new_alpha = alpha / (1 - lr * group["weight_decay"])
-                scale = alpha.to(params[0].dtype) if group["capturable"] else alpha
-                step_size = lr * new_alpha
-                if isinstance(step_size, Tensor):
-                    step_size = step_size.float()
-                self._adamw(group, params, list(torch._foreach_mul(grads, scale)), step_size, 0.0)
-                factor = rescale_factor(new_alpha)
-                if group["capturable"]:
-                    torch._foreach_mul_(params, factor.to(params[0].dtype))
-                elif factor != 1:
-                    torch._foreach_mul_(params, factor)
-                self._store(group, params, (new_alpha * factor,))
+        plain, cohorts = self._gather()
+        for group, found in plain:
+            self._adamw(group, found, group["lr"], group["weight_decay"])
+        for group, cohort in cohorts:
+            params, grads, (state, *_) = cohort
+            lr = group["lr"] if group["capturable"] else host_value(group["lr"])
+            alpha = state["alpha"]
+            new_alpha = alpha / (1 - lr * group["weight_decay"])
+            scale, step_size = alpha, lr * new_alpha
+            if group["capturable"]:
+                scale, step_size = alpha.to(params[0].dtype), step_size.float()
+            self._adamw(group, cohort._replace(grads=list(torch._foreach_mul(grads, scale))), step_size, 0.0)
+            factor = rescale_factor(new_alpha)
+            if group["capturable"]:
+                torch._foreach_mul_(params, factor.to(params[0].dtype))
+            elif factor != 1:
+                torch._foreach_mul_(params, factor)
+            self._store(group, cohort, (new_alpha * factor,))
         return loss
 
-    def _adamw(self, group: Group, params: list[Tensor], grads: list[Any], lr: float | Tensor, decay: float) -> None:
+    def _adamw(self, group: Group, found: Members, lr: float | Tensor, weight_decay: float) -> None:
         """``torch.optim.AdamW``'s own step."""
-        for p in params:
-            state = self.state[p]
+        params, grads, states = found
+        for p, state in zip(params, states):
             if "step" not in state:
                 # As in torch.optim: the count lives on the device only where a graph needs it there.
                 state["step"] = torch.zeros((), dtype=torch.float32, device=p.device if group["capturable"] else "cpu")
@@ -132,10 +126,10 @@ class WeightDecayFreeAdamW(WeightDecayFree):
         adamw(
             params,
             grads,
-            [self.state[p]["exp_avg"] for p in params],
-            [self.state[p]["exp_avg_sq"] for p in params],
-            [self.state[p]["max_exp_avg_sq"] for p in params] if group["amsgrad"] else [],
-            [self.state[p]["step"] for p in params],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [state["max_exp_avg_sq"] for state in states] if group["amsgrad"] else [],
+            [state["step"] for state in states],
             foreach=group["foreach"],
             capturable=group["capturable"],
             has_complex=any(p.is_complex() for p in params),
@@ -143,7 +137,7 @@ class WeightDecayFreeAdamW(WeightDecayFree):
             beta1=group["betas"][0],
             beta2=group["betas"][1],
             lr=lr,
-            weight_decay=decay,
+            weight_decay=weight_decay,
             eps=group["eps"],
             maximize=group["maximize"],
         )

@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import math
+
+import torch
+
+from normmatters.bench import optim as bench
+
+
+def test_shapes_are_resnet50s():
+    shapes = bench.resnet50_shapes()
+    assert len(shapes) == 161
+    assert sum(math.prod(shape) for shape in shapes.values()) == 25_557_032
+    assert shapes["layer4.2.3.conv.weight"] == (2048, 512, 1, 1)
+
+
+def test_smoke_times_every_optimizer_and_all_checks_pass():
+    rows = bench.run("cpu", smoke=True)
+    assert [row["optimizer"] for row in rows] == list(bench.OPTIMIZERS)
+    assert all(row["check"] == "ok" for row in rows), rows
+    assert all(row["milliseconds"] > 0 and row["ratio"] > 0 for row in rows)
+    assert rows[0]["ratio"] == 1.0
+
+
+def test_a_wrong_optimizer_gets_no_number(monkeypatch):
+    def build(named, graph):
+        optimizer = torch.optim.SGD(named.values(), lr=0.1)
+
+        def step():
+            optimizer.step()
+            if named["fc.bias"].dtype == torch.float32:
+                with torch.no_grad():
+                    named["fc.bias"][0] += 1e-4
+
+        return optimizer, step
+
+    monkeypatch.setattr(bench, "OPTIMIZERS", {"wrong": (build, False)})
+    (row,) = bench.run("cpu", smoke=True)
+    assert row["milliseconds"] is None
+    assert row["ratio"] is None
+    assert row["check"].startswith("'fc.bias' is off by 0.0003")
