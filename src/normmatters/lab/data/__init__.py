@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from normmatters.lab.config import DataConfig
-from normmatters.lab.data import augment, cifar10, digits, folders, text
+from normmatters.lab.data import augment, cifar10, digits, folders, images, text
 from normmatters.lab.data.images import Augmentation, EvalLoader, ResidentLoader, Shard, StreamLoader, TrainLoader
 from normmatters.lab.data.text import TextData
 
@@ -84,10 +84,14 @@ def load_data(
     shape = Augmentation(kind, _margin(train.size), train.size)
     if decoded and kind not in ("none", "resized_crop"):
         decoded = False  # pad-crop-flip of the centre crop, on the device
+    sources = [
+        source if size is None else images.Subset(source, size)
+        for source, size in ((train, config.train_size), (val, config.val_size))
+    ]
     loader = StreamLoader(
-        train, config.batch_size, shape, seed, shard, device, crop_on_read=decoded and kind == "resized_crop"
+        sources[0], config.batch_size, shape, seed, shard, device, crop_on_read=decoded and kind == "resized_crop"
     )
-    evaluation = EvalLoader(val, config.eval_batch_size, shard, device)
+    evaluation = EvalLoader(sources[1], config.eval_batch_size, shard, device)
     return ImageData(loader, evaluation, classes, train.channels, train.size, _IMAGENET[0], _IMAGENET[1])
 
 
@@ -116,9 +120,11 @@ def _resident(
 ) -> ImageData:
     mean, std, usual = about
     if config.train_size is not None and config.train_size < len(train_x):
-        keep = torch.randperm(len(train_x), generator=torch.Generator().manual_seed(0))[: config.train_size]
-        train_x, train_y = train_x[keep], train_y[keep]
-    val_x, val_y = val_x[: config.val_size], val_y[: config.val_size]
+        kept = images.keep(len(train_x), config.train_size)
+        train_x, train_y = train_x[kept], train_y[kept]
+    if config.val_size is not None and config.val_size < len(val_x):
+        kept = images.keep(len(val_x), config.val_size)
+        val_x, val_y = val_x[kept], val_y[kept]
     size = config.image_size or train_x.shape[1]
     train_x, val_x = (augment.resize(x, size).to(device) for x in (train_x, val_x))
     augmentation = Augmentation(_kind(config, usual), _margin(size), size)

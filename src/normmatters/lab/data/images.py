@@ -31,6 +31,23 @@ class Source(Protocol):
         ...
 
 
+class Subset:
+    """The first ``size`` images of a fixed shuffle of ``source`` (sets are often sorted by class)."""
+
+    def __init__(self, source: Source, size: int) -> None:
+        self.source, self.size, self.channels = source, source.size, source.channels
+        self.keep = keep(len(source.labels), size)
+        self.labels = source.labels[self.keep]
+
+    def read(self, index: np.ndarray, crops: np.ndarray | None) -> np.ndarray:
+        return self.source.read(self.keep.numpy()[index], crops)
+
+
+def keep(count: int, size: int) -> Tensor:
+    """Which of ``count`` examples a set of ``size`` keeps."""
+    return torch.randperm(count, generator=torch.Generator().manual_seed(0))[:size]
+
+
 @dataclass(frozen=True)
 class Augmentation:
     """``kind``: "none", "crop", "crop_flip", "resized_crop"; ``margin``: pixels of padding of the crops."""
