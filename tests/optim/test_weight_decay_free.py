@@ -117,7 +117,7 @@ def test_implementations_agree(options, momentum, nesterov):
         optimizer = free_sgd(net, **kwargs)
         train(net, optimizer, 15)
         for group in optimizer.param_groups:
-            group["lr"] *= 0.1  # in place for the tensor
+            group["lr"] = group["lr"] * 0.1
         train(net, optimizer, 15, start=15)
     for p, q in zip(plain.parameters(), other.parameters()):
         assert (p - q).abs().max() < 1e-12
