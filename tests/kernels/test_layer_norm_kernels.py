@@ -1,0 +1,273 @@
+"""The layer norm kernels against the plain equations in float64: on a GPU, or through Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+import tolerances
+from normmatters.functional import lp_layer_norm, lp_rms_norm
+from normmatters.functional.statistic import scale_constant
+from normmatters.kernels import layer_norm_ops
+from normmatters.kernels.layer_norm_ops import layer_norm
+from normmatters.kernels.triton import layer_norm as kernels
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
+KINDS = {"l1": 1, "l2": 2}
+
+
+def fused(x: Tensor, w: Tensor | None, b: Tensor | None, kind: str, centered: bool, constant: str | float) -> Tensor:
+    C = scale_constant(KINDS[kind], x.shape[-1], None, constant)
+    return layer_norm(x, x.shape[-1:], w, b, 1e-3, kind=kind, constant=C, centered=centered)  # type: ignore[arg-type]
+
+
+def plain(x: Tensor, w: Tensor | None, b: Tensor | None, kind: str, centered: bool, constant: str | float) -> Tensor:
+    if centered:
+        return lp_layer_norm(x, x.shape[-1:], w, b, 1e-3, p=KINDS[kind], constant=constant)
+    return lp_rms_norm(x, x.shape[-1:], w, 1e-3, p=KINDS[kind], constant=constant)
+
+
+def leaf(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if x is None else x.detach().to(dtype).requires_grad_()
+
+
+def check(
+    x: Tensor, w: Tensor | None, b: Tensor | None, kind: str, centered: bool, constant: str | float = "exact"
+) -> None:
+    """Values and all gradients, within a bound for their size."""
+    inputs = [leaf(t, t.dtype) if t is not None else None for t in (x, w, b)]
+    references = [leaf(t, torch.float64) for t in (x, w, b)]
+    y = fused(*inputs, kind, centered, constant)  # type: ignore[arg-type]
+    expected = plain(*references, kind, centered, constant)  # type: ignore[arg-type]
+    g = torch.randn(x.shape, dtype=torch.float32, device=x.device).to(x.dtype)
+    y.backward(g)
+    expected.backward(g.double())
+    assert y.dtype == x.dtype
+    assert y.shape == x.shape
+    n, rows = x.shape[-1], x.numel() // x.shape[-1]
+    bounds = [tolerances.gradient(x.dtype, n), *[tolerances.parameter_gradient(x.dtype, rows)] * 2]
+    close(y, expected, tolerances.normalized(x.dtype, n))
+    for ours, reference, bound in zip(inputs, references, bounds):
+        if ours is not None and reference is not None:
+            assert ours.grad is not None
+            assert ours.grad.dtype == ours.dtype
+            close(ours.grad, reference.grad, bound + tolerances.elementwise(ours.dtype))
+
+
+def close(ours: Tensor, reference: Tensor | None, bound: float) -> None:
+    assert reference is not None
+    size = max(1.0, float(reference.detach().abs().max()))
+    torch.testing.assert_close(ours.double(), reference.double(), rtol=0, atol=bound * size)
+
+
+@pytest.fixture
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small tiles and two programs, so that a handful of rows goes through the loop several times."""
+    whole = kernels.tiling_of
+
+    def cut(rows: int, cols: int, device: torch.device, threads: int) -> kernels.Tiling:
+        tiling = whole(rows, cols, device, threads)
+        return tiling._replace(block_r=min(tiling.block_r, 4), programs=min(-(-rows // min(tiling.block_r, 4)), 2))
+
+    monkeypatch.setattr(kernels, "tiling_of", cut)
+
+
+@pytest.mark.parametrize("cols", [1, 3, 65, 64, 257])
+@pytest.mark.parametrize("centered", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_and_gradients(kind, centered, cols, few_programs, poisoned_empty):
+    x = torch.randn(19, cols, device=DEVICE) * 2 + 1
+    w, b = torch.randn(2, cols, device=DEVICE).unbind()
+    check(x, w, b if centered else None, kind, centered)
+
+
+@pytest.mark.parametrize("affine", ["none", "weight", "bias"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_weight_or_bias(kind, affine, few_programs):
+    x = torch.randn(2, 5, 33, device=DEVICE)
+    vector = torch.randn(33, device=DEVICE)
+    check(x, vector if affine == "weight" else None, vector if affine == "bias" else None, kind, True)
+
+
+@pytest.mark.parametrize("parameters", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision(dtype, parameters, few_programs):
+    x = (torch.randn(9, 48, device=DEVICE) * 3 - 1).to(dtype)
+    w, b = torch.randn(2, 48, device=DEVICE).to(parameters).unbind()
+    check(x, w, b, "l1", True)
+
+
+@pytest.mark.parametrize("constant", ["none", "paper", 2.0])
+@pytest.mark.parametrize("centered", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_constants(kind, centered, constant):
+    """A constant other than 1 enters the gradient in its own place."""
+    check(torch.randn(4, 20, device=DEVICE), torch.randn(20, device=DEVICE), None, kind, centered, constant)
+
+
+@pytest.mark.parametrize("centered", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_hard_rows(kind, centered):
+    """Constant and zero rows, one huge outlier, tiny numbers, zeros (where |x| has slope 0), ties with the mean."""
+    x = torch.randn(7, 32, device=DEVICE)
+    x[0], x[1], x[2, 5] = 3.0, 0.0, 1e4
+    x[3] *= 1e-8
+    x[4] = x[4].relu()
+    x[5] = torch.tensor([-1.0, 0.0, 1.0, 0.0], device=DEVICE).repeat(8)
+    check(x, torch.randn(32, device=DEVICE), None, kind, centered)
+
+
+def test_large_offset_keeps_the_digits():
+    """Two passes over registers: a mean a thousand times the deviation costs no more than its rounding."""
+    x = torch.randn(4, 256, device=DEVICE) + 1000
+    y = fused(x, None, None, "l1", True, "exact")
+    close(y, plain(x.double(), None, None, "l1", True, "exact"), 1000 * torch.finfo(torch.float32).eps * 4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_too_long_for_sums_in_registers(kind, monkeypatch, few_programs):
+    monkeypatch.setattr(kernels, "_MAX_FUSED", 16)
+    w, b = torch.randn(2, 70, device=DEVICE).unbind()
+    check(torch.randn(37, 70, device=DEVICE), w, b, kind, True)
+    check(torch.randn(37, 70, device=DEVICE), w, None, kind, False)
+
+
+def test_any_layout_and_shape():
+    base = torch.randn(4, 6, 5, device=DEVICE)
+    transposed = base.transpose(0, 1)
+    w = torch.randn(4, 5, device=DEVICE)
+    y = layer_norm(transposed, (4, 5), w, None, 1e-5, kind="l1", constant=1.25, centered=True)
+    expected = layer_norm(transposed.contiguous(), (4, 5), w, None, 1e-5, kind="l1", constant=1.25, centered=True)
+    assert torch.equal(y, expected)
+    vector = torch.randn(10, device=DEVICE).requires_grad_()
+    layer_norm(vector, (10,), None, None, 1e-5, kind="l2", constant=1.0, centered=True).sum().backward()
+    assert vector.grad is not None
+    assert vector.grad.abs().max() < 1e-5  # the mean of a layer norm's output does not depend on its input
+    expanded = torch.randn(3, 5, device=DEVICE).requires_grad_()
+    # The gradient of a sum is expanded: stride 0.
+    layer_norm(expanded, (5,), None, None, 1e-5, kind="l1", constant=1.25, centered=False).sum().backward()
+    reference = leaf(expanded, torch.float64)
+    assert reference is not None
+    lp_rms_norm(reference, (5,), None, 1e-5, constant=1.25 / 1.2533141373155001).sum().backward()
+    assert expanded.grad is not None
+    close(expanded.grad, reference.grad, 1e-5)
+
+
+def test_no_rows():
+    x = torch.randn(0, 8, device=DEVICE).requires_grad_()
+    w = torch.randn(8, device=DEVICE).requires_grad_()
+    y = layer_norm(x, (8,), w, None, 1e-5, kind="l1", constant=1.25, centered=True)
+    y.sum().backward()
+    assert y.shape == (0, 8)
+    assert w.grad is not None
+    assert torch.equal(w.grad, torch.zeros_like(w))
+
+
+def test_frozen_parameters_get_no_gradient():
+    x = torch.randn(3, 8, device=DEVICE).requires_grad_()
+    w, b = torch.randn(2, 8, device=DEVICE).unbind()
+    layer_norm(x, (8,), w, b.requires_grad_(), 1e-5, kind="l1", constant=1.25, centered=True).sum().backward()
+    assert w.grad is None
+    assert b.grad is not None
+    close(b.grad, torch.full((8,), 3.0), 0)
+
+
+def test_supported():
+    assert layer_norm_ops.supported(torch.zeros(2, 8), (8,)) is None
+    assert "float64" in str(layer_norm_ops.supported(torch.zeros(2, 8).double(), (8,)))
+    assert "65540" in str(layer_norm_ops.supported(torch.zeros(1, 16385), (16385,)))
+
+
+@pytest.mark.parametrize(("l1", "centered"), [(True, True), (True, False), (False, True), (False, False)])
+def test_opcheck(l1, centered):
+    x = torch.randn(3, 9, device=DEVICE, requires_grad=True)
+    w = torch.randn(9, device=DEVICE, requires_grad=True)
+    b = torch.randn(9, device=DEVICE, requires_grad=True) if centered else None
+    torch.library.opcheck(layer_norm_ops.layer_norm_forward, (x, w, b, 1e-5, 1.25, l1, centered))
+    _, stats = layer_norm_ops.layer_norm_forward(x, w, b, 1e-5, 1.25, l1, centered)
+    arguments = (x.detach(), x.detach(), w.detach(), stats, 1.25, l1, centered, True, torch.float32, torch.bfloat16)
+    torch.library.opcheck(layer_norm_ops.layer_norm_backward, arguments)
+
+
+def test_compiled_in_one_graph():
+    def norm(x: Tensor, w: Tensor) -> Tensor:
+        return layer_norm(x * 2, (12,), w, None, 1e-5, kind="l1", constant=1.25, centered=True).sin()
+
+    compiled = torch.compile(norm, fullgraph=True, backend="inductor" if DEVICE == "cuda" else "aot_eager")
+    w = torch.randn(12, device=DEVICE, requires_grad=True)
+    for batch in (6, 5):  # a batch that changes becomes symbolic
+        x = torch.randn(batch, 12, device=DEVICE, requires_grad=True)
+        ours, reference = compiled(x, w), norm(x, w)
+        torch.testing.assert_close(ours, reference)
+        for found, expected in zip(
+            torch.autograd.grad(ours.square().sum(), (x, w)), torch.autograd.grad(reference.square().sum(), (x, w))
+        ):
+            torch.testing.assert_close(found, expected)
+
+
+def gradients(x: Tensor, w: Tensor, b: Tensor, g: Tensor) -> list[Tensor]:
+    leaves = [t.detach().requires_grad_() for t in (x, w, b)]
+    y = fused(*leaves, "l1", True, "exact")
+    return [y, *torch.autograd.grad(y, leaves, g)]
+
+
+def test_bitwise_repeatable(few_programs):
+    x, g = torch.randn(2, 17, 24, device=DEVICE).unbind()
+    w, b = torch.randn(2, 24, device=DEVICE).unbind()
+    for first, second in zip(gradients(x, w, b, g), gradients(x, w, b, g)):
+        assert torch.equal(first, second)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("cols", [64, 768, 1000, 4096, 8192, 16384])
+@pytest.mark.parametrize("centered", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_real_sizes(kind, centered, cols, dtype, poisoned_empty):
+    x = (torch.randn(3001 if cols < 8192 else 301, cols, device=DEVICE) * 2 + 1).to(dtype)
+    w, b = torch.randn(2, cols, device=DEVICE).unbind()
+    check(x, w, b if centered else None, kind, centered)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_longest_rows(kind):
+    w, b = torch.randn(2, 32768, device=DEVICE).unbind()
+    check(torch.randn(150, 32768, device=DEVICE).bfloat16(), w, b, kind, True)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_more_than_2_to_the_31_elements():
+    x = torch.empty(2**31 // 4096 + 64, 4096, dtype=torch.bfloat16, device=DEVICE).normal_()
+    w, b = torch.randn(2, 4096, device=DEVICE).unbind()
+    y, dx, _, _ = gradients(x, w, b, x)
+    y_last, dx_last, _, _ = gradients(x[-64:], w, b, x[-64:])
+    torch.testing.assert_close(y[-64:], y_last)
+    torch.testing.assert_close(dx[-64:], dx_last)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_cuda_graph_and_repeatability():
+    x, g = torch.randn(2, 4096, 4096, device=DEVICE).bfloat16().unbind()
+    w, b = torch.randn(2, 4096, device=DEVICE).unbind()
+    expected = gradients(x, w, b, g)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        gradients(x, w, b, g)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = gradients(x, w, b, g)
+    for _ in range(2):
+        graph.replay()
+        for ours, reference in zip(found, expected):
+            assert torch.equal(ours, reference)
