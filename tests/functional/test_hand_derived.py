@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import oracle
 import tolerances
@@ -169,3 +170,15 @@ def test_transforms_use_the_plain_equation() -> None:
     gradient = torch.func.grad(lambda x: hand_derived.batch_norm(x, training=True).pow(3).sum())(x)
     y = lp_batch_norm(x.requires_grad_(), training=True).pow(3).sum()
     torch.testing.assert_close(gradient, torch.autograd.grad(y, x)[0])
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_under_activation_checkpointing(use_reentrant: bool) -> None:
+    x = torch.randn(4, 3, 2, dtype=torch.float64, requires_grad=True)
+
+    def function(x: Tensor) -> Tensor:
+        return hand_derived.batch_norm(x, training=True, act="relu").pow(3)
+
+    (dx,) = torch.autograd.grad(function(x).sum(), x)
+    checkpoint(function, x, use_reentrant=use_reentrant).sum().backward()
+    torch.testing.assert_close(x.grad, dx)

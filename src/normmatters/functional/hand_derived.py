@@ -167,9 +167,10 @@ class _BatchNormTrain(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None, *unused: None) -> tuple[Tensor | None, ...]:
         if grad is None:
             return (None,) * 10
-        input, _, weight, *_ = ctx.saved_tensors
+        saved = ctx.saved_tensors  # once: activation checkpointing hands them out a single time
+        input, _, weight, *_ = saved
         with torch.no_grad():
-            found = _backward(grad, ctx.saved_tensors, ctx.needs_input_grad, *ctx.settings)
+            found = _backward(grad, saved, ctx.needs_input_grad, *ctx.settings)
         grads = [g if needed else None for g, needed in zip(found, ctx.needs_input_grad)]
         if torch.is_grad_enabled():  # create_graph=True: the gradients may be used, not differentiated
             grads = [g if g is None else _DifferentiatedTwice.apply(g, grad, input, weight) for g in grads]
