@@ -19,9 +19,11 @@ def supported(input: Tensor, normalized_shape: Sequence[int]) -> str | None:
     """Why the kernels cannot take this input, or None if they can."""
     if input.dtype not in kernels.DTYPES:
         return f"they take float16, bfloat16 and float32, not {input.dtype}"
-    bytes_ = math.prod(normalized_shape) * input.element_size()
-    if not 0 < bytes_ <= kernels.MAX_ROW_BYTES:
-        return f"a row must fit into {kernels.MAX_ROW_BYTES} bytes, and this one has {bytes_}"
+    size = math.prod(normalized_shape)
+    if not 0 < size * input.element_size() <= kernels.MAX_ROW_BYTES:
+        return f"a row must fit into {kernels.MAX_ROW_BYTES} bytes, and this one has {size * input.element_size()}"
+    if input.numel() // size > kernels.MAX_ROWS:
+        return f"they take at most {kernels.MAX_ROWS} rows, not {input.numel() // size}"
     return None
 
 
@@ -122,5 +124,5 @@ def layer_norm(
     matrix = input.reshape(input.numel() // size, size)
     weight = None if weight is None else weight.reshape(size)
     bias = None if bias is None else bias.reshape(size)
-    y, _ = layer_norm_forward(matrix, weight, bias, eps, constant, kind == "l1", centered)
+    y: Tensor = layer_norm_forward(matrix, weight, bias, eps, constant, kind == "l1", centered)[0]
     return y.view(input.shape)

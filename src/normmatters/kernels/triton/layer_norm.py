@@ -27,8 +27,9 @@ from torch import Tensor
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_ROW_BYTES = 65536
+MAX_ROWS = 2**29  # four numbers a row, with 32-bit offsets
 
-# Elements a thread: with 16, a row, its gradient, the two sums of parameter gradients and the next row fit in registers.
+# Elements a thread: with 16, a row, its gradient, the two sums for the parameters and the next row fit in registers.
 _PER_THREAD = 16
 # Rows up to here keep the parameter gradients in registers while they go; above, a second kernel reads the columns.
 _MAX_FUSED = 8192
@@ -272,7 +273,7 @@ def columns_kernel(
         row = start + tl.arange(0, BLOCK_R)
         g = _load_rows(g_ptr, row, col, rows, cols, False).to(tl.float32)
         d = _load_rows(x_ptr, row, col, rows, cols, False).to(tl.float32)
-        inverse, mean, ratio, balance = _load_stats(stats_ptr, row, rows, L1, CENTERED)
+        inverse, mean, _ratio, _balance = _load_stats(stats_ptr, row, rows, L1, CENTERED)
         dweight += g * (d - mean[:, None]) * inverse[:, None]
         dbias += g
     offset = split * cols + col
@@ -334,10 +335,12 @@ def forward(
     # Registers a thread, and so threads a multiprocessor: the least that compiles without spilling to memory.
     registers, threads = (64, 1024) if cols > 1024 else (96, 640)
     tiling = tiling_of(rows, cols, x.device, threads)
+    prefetch = tiling.block_n * x.element_size() <= 16384
     forward_kernel[(tiling.programs,)](
         x, weight if weight is not None else x, bias if bias is not None else x, y, stats, rows, cols, eps, constant,
         HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, L1=l1, CENTERED=centered,
-        WHOLE=cols == tiling.block_n, PREFETCH=tiling.block_n <= _MAX_FUSED, ALIGN=math.gcd(cols, 16), BLOCK_R=tiling.block_r, BLOCK_N=tiling.block_n, num_warps=tiling.num_warps, maxnreg=registers,
+        WHOLE=cols == tiling.block_n, PREFETCH=prefetch, ALIGN=math.gcd(cols, 16),
+        BLOCK_R=tiling.block_r, BLOCK_N=tiling.block_n, num_warps=tiling.num_warps, maxnreg=registers,
     )  # fmt: skip
     return y, stats
 
@@ -364,6 +367,8 @@ def backward(
         return dx, dweight.zero_(), dbias.zero_()
     tiling = tiling_of(rows, cols, x.device, threads=512)
     registers = 128 if tiling.num_warps <= 16 else 64
+    # float32 rows fill the registers: there is no room for the next ones.
+    prefetch = tiling.block_n <= _MAX_FUSED and x.element_size() == 2
     fused = parameters and tiling.block_n <= _MAX_FUSED
     parts, strip = tiling.programs, min(128, tiling.block_n)
     if not fused:
@@ -372,7 +377,8 @@ def backward(
     backward_kernel[(tiling.programs,)](
         g, x, weight if weight is not None else x, stats, dx, part, rows, cols, constant,
         HAS_WEIGHT=weight is not None, PARAMETERS=fused, L1=l1, CENTERED=centered,
-        WHOLE=cols == tiling.block_n, PREFETCH=tiling.block_n <= _MAX_FUSED and x.element_size() == 2, ALIGN=math.gcd(cols, 16), BLOCK_R=tiling.block_r, BLOCK_N=tiling.block_n, num_warps=tiling.num_warps, maxnreg=registers,
+        WHOLE=cols == tiling.block_n, PREFETCH=prefetch, ALIGN=math.gcd(cols, 16),
+        BLOCK_R=tiling.block_r, BLOCK_N=tiling.block_n, num_warps=tiling.num_warps, maxnreg=registers,
     )  # fmt: skip
     if not parameters:
         return dx, dweight, dbias
