@@ -1,0 +1,141 @@
+"""``normmatters bench``: ours against the peers, in one process, each checked before it is timed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from normmatters.bench.harness import Axes, Row, Setup
+
+__all__ = ["NAMES", "run"]
+
+NAMES = ("layers", "resnet50", "layernorm", "weightnorm", "optim", "cpu")
+RESULTS = Path("results/bench")
+
+
+def run(
+    names: list[str],
+    *,
+    smoke: bool = False,
+    device: str | None = None,
+    out: Path | None = None,
+    only: Sequence[str] = (),
+    picture: Path | None = None,
+) -> int:
+    """Run benchmarks, print their tables row by row, and write ``out/NAME.json``.
+
+    Args:
+        names: of :data:`NAMES`; all of them if empty.
+        smoke: tiny shapes, in seconds, on any machine; the times mean nothing. Files only where ``out`` says.
+        device: "cpu", "cuda" or "cuda:1"; a GPU where there is one by default.
+        out: folder of the JSON files, ``results/bench`` by default.
+        only: words that choose rows, such as "cl", "fp16", "l1_lean", or "all"; see
+            :class:`~normmatters.bench.harness.Selection`.
+        picture: where to draw ``layers`` (SVG or PNG); by default ``out/roofline.svg`` where matplotlib is installed.
+
+    Returns:
+        0, or 1 if a result was wrong or one of ours failed.
+    """
+    import torch
+
+    from normmatters.bench import harness
+
+    names = list(dict.fromkeys(names)) or list(NAMES)
+    unknown = [name for name in names if name not in NAMES]
+    if unknown:
+        raise ValueError(f"no benchmark is called {', '.join(map(repr, unknown))}; there are {', '.join(NAMES)}")
+    benches = {name: _bench(name) for name in names}
+    selection = harness.Selection.of(only, [axes for axes, _ in benches.values()])
+    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device {device}: torch finds no GPU here")
+    if place.type not in ("cpu", "cuda"):
+        raise ValueError(f"expected the device cpu or cuda, got {device!r}")
+    if not smoke and out is None:
+        out = RESULTS
+    setup = harness.Setup(place, smoke, selection)
+    bad: list[Row] = []
+    for name, (_, rows) in benches.items():
+        bad += harness.failed(_run_one(name, rows, setup, out, picture))
+    if bad:
+        print(f"\n{len(bad)} rows are wrong or failed:")
+        for row in bad:
+            print(f"  {row['variant']}: {row['status']}: {row['note']}")
+    return 1 if bad else 0
+
+
+def _run_one(
+    name: str, rows: Callable[[Setup], Iterator[Row]], setup: Setup, out: Path | None, picture: Path | None
+) -> list[Row]:
+    import dataclasses
+
+    import torch
+
+    from normmatters.bench import harness, report
+
+    if name == "cpu":
+        setup = dataclasses.replace(setup, device=torch.device("cpu"))
+    bandwidth = setup.copy_bandwidth
+    env = setup.environment
+    print(f"\n{name}: {env['device']}, torch {env['torch']}, copy {bandwidth / 1e12:.3f} TB/s", flush=True)
+    print(report.text_header(name), flush=True)
+    found: list[Row] = []
+    for row in _surviving(name, rows(setup)):
+        found.append(row)
+        print(report.text_row(name, row), flush=True)
+        if out is not None:
+            harness.write_json(out / f"{name}.json", name, setup, found, {"copy_bandwidth": bandwidth})
+    if name == "layers" and found and out is not None:
+        _draw({"rows": found, "environment": env, "copy_bandwidth": bandwidth}, picture or out / "roofline.svg")
+    return found
+
+
+def _surviving(name: str, rows: Iterator[Row]) -> Iterator[Row]:
+    """The rows; what goes wrong between them, such as memory that runs out, becomes the last one."""
+    try:
+        yield from rows
+    except Exception as error:
+        text = " ".join(str(error).split())[:300]
+        yield {"variant": name, "ours": True, "status": "failed", "note": f"{type(error).__name__}: {text}"}
+
+
+def _draw(data: dict[str, Any], path: Path) -> None:
+    from normmatters.bench import roofline
+
+    try:
+        print(f"drawn: {roofline.draw(data, path)}")
+    except (ImportError, ValueError) as error:  # the numbers are what matters
+        print(f"no picture: {error}")
+
+
+def _bench(name: str) -> tuple[Axes, Callable[[Setup], Iterator[Row]]]:
+    """The axes of a benchmark's rows, and the rows."""
+    from normmatters.bench import layernorm, layers, resnet50, weightnorm
+
+    return {
+        "layers": (layers.AXES, layers.rows),
+        "cpu": (layers.CPU_AXES, layers.cpu_rows),
+        "resnet50": (resnet50.AXES, resnet50.rows),
+        "layernorm": (layernorm.AXES, layernorm.rows),
+        "weightnorm": (weightnorm.AXES, weightnorm.rows),
+        "optim": ({}, _optim_rows),
+    }[name]
+
+
+def _optim_rows(setup: Setup) -> Iterator[Row]:
+    """The optimizers' rows in the words of the others."""
+    from normmatters.bench import optim
+
+    for row in optim.run(str(setup.device), setup.smoke):
+        right = row["check"] == "ok"
+        yield {
+            "variant": row["optimizer"],
+            "mode": row["mode"],
+            "ours": not row["optimizer"].startswith(("SGD(", "AdamW(")),
+            "status": "ok" if right else "WRONG",
+            "note": "" if right else row["check"],
+            "ms": row["milliseconds"],
+            "ratio": row["ratio"],
+        }

@@ -1,0 +1,197 @@
+"""A whole training step of ResNet-50 at batch 256, 224², channels_last: what a norm costs where it is used.
+
+The step is ``model(x)`` and the cross entropy under autocast, ``backward`` and SGD with momentum. There is no gradient
+scaler: it costs the same for every norm. The learning rate is small, as the images are noise.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from normmatters.bench import layers, peers
+from normmatters.bench.check import BatchNormData, BatchNormReference, check_batch_norm
+from normmatters.bench.harness import DTYPES, Row, Setup, Skip, attempt
+from normmatters.convert import convert
+
+STEPS = 20
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A ResNet-50 by its norm: ``layer`` names the row of ``layers`` whose check its norm must pass."""
+
+    name: str
+    convert: Callable[[nn.Module], nn.Module]
+    layer: str | None = None
+    norm: Callable[[int], nn.Module] = nn.BatchNorm2d
+    modes: tuple[str, ...] = ("compiled", "eager")
+
+
+VARIANTS = [
+    Variant("native", lambda model: model),
+    Variant("l1_lean", lambda model: convert(model, "l1", memory="lean", fuse=True), "l1_lean"),
+    Variant("l1", lambda model: convert(model, "l1", fuse=True), "l1"),
+    Variant("l2", lambda model: convert(model, "l2", fuse=True), "l2"),
+    Variant("naive_l1", lambda model: model, norm=peers.NaiveL1BatchNorm2d, modes=("compiled",)),
+    Variant("none", lambda model: model, norm=lambda channels: nn.Identity()),
+]
+AXES = {"dtype": ["fp16", "bf16"], "mode": ["compiled", "eager"], "variant": [v.name for v in VARIANTS]}
+
+# Compiling takes half a minute a model, so only these are compiled unless more is asked for.
+_DEFAULT_COMPILED = ("native", "l1_lean")
+_DEFAULT_BF16 = ("native", "l1_lean")
+
+
+def rows(setup: Setup) -> Iterator[Row]:
+    """Every wanted row; in each precision compiled native comes first, which the ratios refer to."""
+    for dtype in AXES["dtype"]:
+        native: dict[str, Row] = {}
+        for mode in AXES["mode"]:
+            for variant in VARIANTS:
+                axes = {"dtype": dtype, "mode": mode, "variant": variant.name}
+                if mode not in variant.modes or not setup.only.allows(AXES, axes):
+                    continue
+                if (setup.only.default() or setup.smoke) and not _usual(setup, axes):
+                    continue
+                row: Row = {**axes, "ours": variant.layer is not None}
+                row = attempt(row, partial(_measure, setup, variant, axes))
+                if row["status"] == "ok":
+                    if variant.name == "native":
+                        native[mode] = row
+                    _compare(row, native.get("compiled"), native.get(mode))
+                yield row
+                setup.free()
+
+
+def _usual(setup: Setup, axes: dict[str, str]) -> bool:
+    if setup.smoke:
+        return axes["mode"] == "eager"
+    if axes["mode"] == "compiled" and axes["variant"] not in _DEFAULT_COMPILED:
+        return False
+    return axes["dtype"] == "fp16" or axes["variant"] in _DEFAULT_BF16
+
+
+def _compare(row: Row, compiled: Row | None, same_mode: Row | None) -> None:
+    row["ratio"] = row["ms"] / compiled["ms"] if compiled else None
+    row["ratio_same_mode"] = row["ms"] / same_mode["ms"] if same_mode else None
+    both = compiled is not None and compiled["after_forward_bytes"] and row["after_forward_bytes"]
+    row["memory_ratio"] = row["after_forward_bytes"] / compiled["after_forward_bytes"] if both and compiled else None
+
+
+def _check_norm(setup: Setup, name: str, dtype: torch.dtype) -> float:
+    """The layer check at a shape of ResNet-50 in both forms."""
+    variant = next(v for v in layers.VARIANTS if v.name == name)
+    error = 0.0
+    for residual in (False, True):
+        shape = layers.SMOKE_SHAPES[0] if setup.smoke else (256, 256, 14, 14)
+        data = BatchNormData.random(shape, dtype, setup.device, last=True, residual=residual)
+        module: Any = variant.build(shape[1]).to(setup.device)
+        with torch.no_grad():
+            module.weight.copy_(data.weight)
+            module.bias.copy_(data.bias)
+        reference = BatchNormReference.of(data, variant.kind)
+        error = max(error, check_batch_norm(module, module, data, reference, lean=variant.lean))
+    return error
+
+
+def _measure(setup: Setup, variant: Variant, axes: dict[str, str]) -> Row:
+    if axes["mode"] == "compiled" and setup.no_compiler:
+        raise Skip(setup.no_compiler)
+    dtype = DTYPES[axes["dtype"]]
+    error = _check_norm(setup, variant.layer, dtype) if variant.layer is not None else None
+    torch.manual_seed(0)
+    model = build(setup, variant.norm)
+    model = variant.convert(model).to(setup.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    if variant.name == "none":
+        _quieten(model)
+    step = Step(setup, model, dtype, compile=axes["mode"] == "compiled")
+    measured = step.measure()
+    return {"error": error, **measured}
+
+
+def build(setup: Setup, norm: Callable[[int], nn.Module]) -> nn.Module:
+    """The network: ResNet-50, or for a smoke run a small one of the same blocks."""
+    return peers.ResNet50(norm, depths=(1, 1), width=8, classes=10) if setup.smoke else peers.ResNet50(norm)
+
+
+def _quieten(model: nn.Module) -> None:
+    """Without norms every block doubles the variance: shrink the branches, else activations overflow fp16."""
+    for module in model.modules():
+        if isinstance(module, peers.Bottleneck):
+            nn.init.normal_(module.conv3.weight, std=1e-3)
+
+
+class Step:
+    """A training step on one batch of noise, and its measurements."""
+
+    def __init__(self, setup: Setup, model: nn.Module, dtype: torch.dtype, *, compile: bool) -> None:
+        batch, size, classes = (4, 32, 10) if setup.smoke else (256, 224, 1000)
+        self.setup, self.dtype = setup, dtype
+        x = torch.randn(batch, 3, size, size, device=setup.device)
+        self.x = x.contiguous(memory_format=torch.channels_last)
+        self.y = torch.randint(classes, (batch,), device=setup.device)
+        self.model: Callable[[Tensor], Tensor] = torch.compile(model, backend=peers.BACKEND) if compile else model
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+
+    def forward(self) -> Tensor:
+        with torch.autocast(self.setup.device.type, self.dtype):
+            return F.cross_entropy(self.model(self.x), self.y)
+
+    def __call__(self) -> Tensor:
+        loss = self.forward()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    def measure(self) -> Row:
+        """Time, memory after the forward pass, and peak memory, all after a few steps of warming up."""
+        for _ in range(1 if self.setup.smoke else 4):
+            loss = self()
+        if not bool(loss.isfinite()):
+            raise RuntimeError(f"the loss became {float(loss)}: timings of a network that diverged mean nothing")
+        after_forward, peak = self._memory() if self.setup.cuda else (None, None)
+        times = self._times(3 if self.setup.smoke else STEPS)
+        return {
+            "ms": statistics.median(times),
+            "fastest_ms": min(times),
+            "after_forward_bytes": after_forward,
+            "peak_bytes": peak,
+        }
+
+    def _memory(self) -> tuple[int, int]:
+        device = self.setup.device
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        loss = self.forward()
+        after_forward = torch.cuda.memory_allocated(device) - before
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return after_forward, torch.cuda.max_memory_allocated(device)
+
+    def _times(self, steps: int) -> list[float]:
+        """Milliseconds of each step, one right after the other: the host may run ahead, as in training."""
+        if not self.setup.cuda:
+            clock = [time.perf_counter()]
+            for _ in range(steps):
+                self()
+                clock.append(time.perf_counter())
+            return [(b - a) * 1e3 for a, b in zip(clock, clock[1:])]
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+        events[0].record()
+        for event in events[1:]:
+            self()
+            event.record()
+        torch.cuda.synchronize(self.setup.device)
+        return [float(a.elapsed_time(b)) for a, b in zip(events, events[1:])]

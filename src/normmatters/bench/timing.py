@@ -1,0 +1,156 @@
+"""Time and memory of a forward and a backward pass."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Call = Callable[[], Any]
+
+# Medians are over at least this many samples, and over more while a timing takes less than the budget.
+_MIN_SAMPLES = 10
+_BUDGET_S = 0.02
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds a call: ``ms`` without the cost of launching where a CUDA graph could be captured."""
+
+    ms: float
+    eager_ms: float
+    by: str
+
+
+def rotation(tensor_bytes: int, device: torch.device) -> int:
+    """How many sets of tensors to take turns with, so that none is found in the L2 cache when its turn comes."""
+    if device.type != "cuda":
+        return 1
+    cache = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0) or 64 * 2**20
+    return min(max(1, math.ceil(2 * cache / tensor_bytes)), 32)
+
+
+def time_calls(calls: Sequence[Call], device: torch.device, *, quick: bool = False) -> Timing:
+    """Median time of one of ``calls``, which do the same work on different tensors and are run in turn.
+
+    On a GPU run it inside :func:`side_stream`, with everything that the calls depend on: a CUDA graph is captured on
+    the stream that autograd recorded.
+    """
+    if device.type != "cuda":
+        ms = _time_on_cpu(calls, quick)
+        return Timing(ms, ms, "clock")
+    for call in calls:  # compiles and tunes what is compiled or tuned on first use
+        call()
+    torch.cuda.synchronize(device)
+    eager = _time_by_events(lambda: [call() for call in calls], quick) / len(calls)
+    try:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream(device)):
+            # Results live until the end, else the next call would write to memory that is still in the cache.
+            kept = [call() for call in calls]
+        del kept
+        return Timing(_time_by_events(graph.replay, quick) / len(calls), eager, "graph")
+    except RuntimeError as error:
+        torch.cuda.synchronize(device)
+        return Timing(eager, eager, "events, as no graph was captured: " + " ".join(str(error).split())[:120])
+
+
+def side_stream(device: torch.device) -> AbstractContextManager[Any]:
+    """A stream other than the default one, on which no CUDA graph can be captured."""
+    if device.type != "cuda":
+        return nullcontext()
+    torch.cuda.synchronize(device)
+    return torch.cuda.stream(_stream(device))
+
+
+@lru_cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """Always the same one: the allocator keeps memory for each stream apart."""
+    return torch.cuda.Stream(device)
+
+
+def _time_by_events(run: Call, quick: bool) -> float:
+    def sample() -> float:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end))
+
+    sample()
+    first = sample()
+    count = 3 if quick else min(max(_MIN_SAMPLES, round(_BUDGET_S * 1e3 / max(first, 1e-3))), 200)
+    return statistics.median(sample() for _ in range(count))
+
+
+def _time_on_cpu(calls: Sequence[Call], quick: bool) -> float:
+    def sample() -> float:
+        start = time.perf_counter()
+        for call in calls:
+            call()
+        return (time.perf_counter() - start) * 1e3 / len(calls)
+
+    sample()
+    return statistics.median(sample() for _ in range(3 if quick else 15))
+
+
+def copy_bandwidth(device: torch.device, size: int) -> float:
+    """Bytes a second read and written by copying ``size`` bytes."""
+    source = torch.ones(size, dtype=torch.int8, device=device)
+    target = torch.empty_like(source)
+    with side_stream(device):
+        ms = time_calls([lambda: target.copy_(source)], device).ms
+    return 2 * size / (ms * 1e-3)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes kept for the backward pass beside the output and the parameters, by two ways of counting, and the peak.
+
+    ``saved`` counts the storages that autograd holds, the input among them if it is one. ``allocated`` is what the
+    forward pass added to the allocated memory, less the output: it cannot see that an input is held, but sees
+    everything else. ``peak`` is the most that forward and backward added. The last two are None on a CPU.
+    """
+
+    saved: int
+    allocated: int | None
+    peak: int | None
+
+
+def memory(forward: Callable[[], Tensor], backward: Callable[[Tensor], Any], free: Iterable[Tensor]) -> Memory:
+    """Memory of one forward and backward pass; ``free`` are tensors that are there anyway, such as parameters."""
+    held: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        held[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        output = forward()
+    for tensor in [output, *free]:
+        held.pop(tensor.untyped_storage().data_ptr(), None)
+    saved = sum(held.values())
+    if output.device.type != "cuda":
+        backward(output)
+        return Memory(saved, None, None)
+    device = output.device
+    del output
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    output = forward()
+    allocated = torch.cuda.memory_allocated(device) - before - output.untyped_storage().nbytes()
+    grads = backward(output)
+    peak = torch.cuda.max_memory_allocated(device) - before
+    del output, grads
+    return Memory(saved, allocated, peak)

@@ -1,0 +1,139 @@
+"""Bounded weight norm on all convolutions of ResNet-50: what it adds to plain weights, beside torch's weight norm.
+
+``weights`` computes every weight in fp16, as autocast would, and the gradients back from them; nothing else. ``step``
+is the training step of ``resnet50`` with mean-only batch norm (F15) and fp16 autocast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from normmatters.bench import check, peers, timing
+from normmatters.bench.harness import Row, Setup, Skip, attempt
+from normmatters.bench.resnet50 import Step, build
+from normmatters.functional import bounded_weight
+from normmatters.functional.weight import slice_norm
+from normmatters.nn.batchnorm import MeanOnlyBatchNorm2d
+from normmatters.weight_norm import apply_weight_norm
+
+DTYPE = torch.float16
+
+
+def _torch_weight_norm(model: nn.Module) -> None:
+    for layer in _layers(model):
+        nn.utils.parametrizations.weight_norm(layer)
+
+
+def _bounded(p: float) -> Callable[[nn.Module], Any]:
+    return lambda model: apply_weight_norm(model, filter=lambda _, module: isinstance(module, nn.Conv2d), p=p)
+
+
+# "none" comes first: the others' cost is counted from it.
+VARIANTS: dict[str, Callable[[nn.Module], Any]] = {
+    "none": lambda model: None,
+    "torch": _torch_weight_norm,
+    "bounded": _bounded(2),
+    "bounded_l1": _bounded(1),
+}
+AXES = {"part": ["weights", "step"], "mode": ["eager", "compiled"], "variant": list(VARIANTS)}
+
+
+def rows(setup: Setup) -> Iterator[Row]:
+    """Every wanted row; compiled steps, which take half a minute each to compile, only when asked for."""
+    for part in AXES["part"]:
+        for mode in AXES["mode"]:
+            if mode == "compiled" and (setup.smoke or (part == "step" and setup.only.default())):
+                continue
+            base: float | None = None
+            for variant in VARIANTS:
+                axes = {"part": part, "mode": mode, "variant": variant}
+                if not setup.only.allows(AXES, axes):
+                    continue
+                measure = _measure_weights if part == "weights" else _measure_step
+                row: Row = {**axes, "ours": variant.startswith("bounded")}
+                row = attempt(row, partial(measure, setup, variant, mode == "compiled"))
+                if row["status"] == "ok":
+                    base = row["ms"] if variant == "none" else base
+                    row["added_ms"] = None if base is None else row["ms"] - base
+                yield row
+                setup.free()
+
+
+def _layers(model: nn.Module) -> list[nn.Conv2d]:
+    return [module for module in model.modules() if isinstance(module, nn.Conv2d)]
+
+
+def _model(setup: Setup, variant: str, compile: bool) -> nn.Module:
+    if compile and setup.no_compiler:
+        raise Skip(setup.no_compiler)
+    torch.manual_seed(0)
+    model = build(setup, MeanOnlyBatchNorm2d).to(setup.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    VARIANTS[variant](model)
+    return model  # type: ignore[no-any-return]
+
+
+def _parameters(model: nn.Module) -> list[list[Tensor]]:
+    """The parameters behind each convolution's weight: [weight], [v], or torch's [g, v]."""
+    found = []
+    for layer in _layers(model):
+        parametrizations = getattr(layer, "parametrizations", None)
+        found.append([layer.weight] if parametrizations is None else list(parametrizations.weight.parameters()))
+    return found
+
+
+def _reference(layer: nn.Conv2d, parameters: list[Tensor], variant: str, g: Tensor) -> list[Tensor]:
+    """The weight and the gradients of its parameters, in float64 (F11 for torch's, F12 and F13 for ours)."""
+    exact = [p.detach().double().requires_grad_() for p in parameters]
+    if variant == "none":
+        weight = exact[0] * 1
+    elif variant == "torch":
+        weight = exact[0] * exact[1] / slice_norm(exact[1])
+    else:
+        p = 1 if variant == "bounded_l1" else 2
+        norms = slice_norm(exact[0].detach(), p=p).flatten()
+        rho = float(torch.linalg.vector_norm(norms, p)) / norms.numel() ** (1 / p)
+        weight = bounded_weight(exact[0], rho, p=p)
+    return [weight.detach(), *torch.autograd.grad(weight, exact, g.double())]
+
+
+def _measure_weights(setup: Setup, variant: str, compile: bool) -> Row:
+    model = _model(setup, variant, compile)
+    layers, parameters = _layers(model), _parameters(model)
+    gradients = [torch.empty_like(p[-1], dtype=DTYPE).normal_() for p in parameters]
+    leaves = [p for group in parameters for p in group]
+
+    def compute() -> list[Tensor]:
+        with torch.autocast(setup.device.type, DTYPE):
+            return [layer.weight.to(DTYPE) for layer in layers]
+
+    forward = peers.compiled(compute) if compile else compute
+
+    def both() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(forward(), leaves, gradients)
+
+    with timing.side_stream(setup.device):
+        weights = forward()
+        flat = iter(torch.autograd.grad(weights, leaves, gradients))
+        error = 0.0
+        for layer, group, weight, g in zip(layers, parameters, weights, gradients):
+            results = [weight, *(next(flat) for _ in group)]
+            error = max(error, check.compare_weights(results, _reference(layer, group, variant, g), DTYPE))
+        took = timing.time_calls([both], setup.device, quick=setup.smoke)
+    # Launching 50 layers one by one is part of what weight norm costs in eager mode: the time is that without graphs.
+    return {
+        "error": error,
+        "ms": took.eager_ms,
+        "graph_ms": took.ms if took.by == "graph" else None,
+        "peak_bytes": None,
+    }
+
+
+def _measure_step(setup: Setup, variant: str, compile: bool) -> Row:
+    model = _model(setup, variant, compile)
+    found = Step(setup, model, DTYPE, compile=compile).measure()
+    return {"error": None, **found}
