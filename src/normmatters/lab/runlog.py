@@ -14,8 +14,8 @@ import fcntl
 import json
 import os
 import platform
+import shutil
 import subprocess
-import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -127,6 +127,7 @@ class RunFolder:
                 (self.path / name).unlink(missing_ok=True)
             for item in self.checkpoints.iterdir():
                 item.unlink()
+            shutil.rmtree(self.path / "tensorboard", ignore_errors=True)
         (self.path / "error.json").unlink(missing_ok=True)
         write_atomic(self.path / "config.json", to_json(config).encode())
         write_atomic(self.path / "environment.json", _json(environment(device)))
@@ -195,7 +196,6 @@ def environment(device: torch.device) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "world_size": int(os.environ.get("WORLD_SIZE", "1")),
         "commit": _commit(),
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
     }
     return about
 

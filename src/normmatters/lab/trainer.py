@@ -158,9 +158,12 @@ class _Run:
             self.messages.append("runtime.compile=cudagraph needs one process and a GPU: the steps ran eagerly")
 
     def loop(self, progress: Progress) -> RunResult:
-        config, total = self.config, self.config.optim.epochs
         start = self._resume()
-        writer = self._tensorboard(start)
+        with contextlib.closing(writer) if (writer := self._tensorboard(start)) else contextlib.nullcontext():
+            return self._epochs(start, writer, progress)
+
+    def _epochs(self, start: int, writer: Any, progress: Progress) -> RunResult:
+        config, total = self.config, self.config.optim.epochs
         saved_at = time.monotonic()
         about = {"epochs": total, "steps": total * self.steps}
         progress({"epoch": start, "step": start * self.steps, **about})
@@ -185,8 +188,6 @@ class _Run:
                 if due and old and not last:
                     self._save(epoch + 1)
                     saved_at = time.monotonic()
-        if writer is not None:
-            writer.close()
         return self._finish()
 
     def _epoch(self, epoch: int, heartbeat: Callable[[int], None]) -> dict[str, Any]:
@@ -223,7 +224,8 @@ class _Run:
             assert isinstance(self.model, Translator)
             with self.arithmetic():
                 beam, alpha = self.config.runtime.beam, self.config.runtime.length_penalty
-                found = translate(self.model, self.data, self.device, beam=beam, alpha=alpha)
+                tokens = 16384 if self.device.type == "cuda" else 2048
+                found = translate(self.model, self.data, self.device, beam=beam, alpha=alpha, tokens=tokens)
             row["bleu"] = bleu(found, self.data.references)
         return row
 

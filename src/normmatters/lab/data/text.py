@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,56 +82,72 @@ def make_tokenizer(lines: list[str], vocab_size: int, path: Path | None) -> Any:
     return tokenizer
 
 
+class _Sentences:
+    """Token sequences end to end in one tensor on the device; a batch is one gather from it."""
+
+    def __init__(self, sequences: list[list[int]], device: torch.device) -> None:
+        self.lengths = np.array([len(s) for s in sequences])
+        flat = np.fromiter((t for s in sequences for t in s), np.int32, int(self.lengths.sum()))
+        self.flat = torch.from_numpy(flat).to(device)
+        ends = np.cumsum(self.lengths)
+        self.starts = torch.from_numpy(ends - self.lengths).to(device)
+        self.device_lengths = torch.from_numpy(self.lengths).to(device)
+
+    def gather(self, rows: Tensor, width: int, skip: int = 0) -> Tensor:
+        """(n, width) int64: each row's tokens from its ``skip``-th on, then PAD."""
+        position = torch.arange(skip, skip + width, device=rows.device)
+        inside = position < self.device_lengths[rows, None]
+        index = (self.starts[rows, None] + position).clamp_(max=len(self.flat) - 1)
+        return torch.where(inside, self.flat[index].long(), PAD)
+
+
 class TextLoader:
     """Sentence pairs in batches of at most ``tokens`` padded tokens a side, alike lengths together, new each epoch."""
 
     def __init__(
         self, pairs: list[tuple[list[int], list[int]]], tokens: int, seed: int, shard: Shard, device: torch.device
     ) -> None:
-        self.pairs, self.seed, self.shard, self.device = pairs, seed, shard, device
-        lengths = np.array([max(len(s) + 1, len(t) + 1) for s, t in pairs])
-        order = np.argsort(lengths, kind="stable")
-        self.batches: list[np.ndarray] = []  # rows of each batch: fixed by length, so every epoch has as many steps
-        start = 0
-        for stop in range(1, len(order) + 1):
-            if stop == len(order) or (stop + 1 - start) * lengths[order[stop]] > tokens:
-                self.batches.append(order[start:stop])
-                start = stop
-        self.steps = len(self.batches)
+        self.count, self.seed, self.shard, self.device = len(pairs), seed, shard, device
+        self.source = _Sentences([[*s, EOS] for s, _ in pairs], device)
+        self.target = _Sentences([[BOS, *t, EOS] for _, t in pairs], device)
+        self.lengths = np.maximum(self.source.lengths, self.target.lengths - 1)
+        ordered = self.lengths[np.argsort(self.lengths, kind="stable")]
+        bounds = [0]  # of the batches in any order by length: so every epoch has as many steps
+        for stop in range(1, self.count):
+            if (stop + 1 - bounds[-1]) * ordered[stop] > tokens:
+                bounds.append(stop)
+        self.bounds = [*bounds, self.count]
+        self.steps = len(bounds)
 
     def epoch(self, epoch: int) -> Iterator[TextBatch]:
         """Sentences of the same length change places between batches, and the batches their order."""
         generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % (1 << 63))
-        shuffled = torch.randperm(len(self.pairs), generator=generator).numpy()
-        lengths = np.array([max(len(s), len(t)) for s, t in self.pairs])
-        order = shuffled[np.argsort(lengths[shuffled], kind="stable")]
-        sizes = np.cumsum([0] + [len(b) for b in self.batches])
-        for number in torch.randperm(self.steps, generator=generator).tolist():
-            yield self.collate(order[sizes[number] : sizes[number + 1]])
+        shuffled = torch.randperm(self.count, generator=generator).numpy()
+        order = shuffled[np.argsort(self.lengths[shuffled], kind="stable")]
+        yield from self._batches(order, torch.randperm(self.steps, generator=generator).tolist())
 
     def __iter__(self) -> Iterator[TextBatch]:
-        for rows in self.batches:
-            yield self.collate(rows)
+        return self._batches(np.argsort(self.lengths, kind="stable"), range(self.steps))
 
-    def collate(self, rows: np.ndarray) -> TextBatch:
-        every = [self.pairs[i] for i in rows]
-        tokens = sum(len(t) + 1 for _, t in every)
-        # every world-th row is mine; a process without a row gets a padded one, which counts for nothing
-        mine = every[self.shard.rank :: self.shard.world] or [([], [])]
-        empty = len(every) <= self.shard.rank
-        source = _padded([[*s, EOS] for s, _ in mine])
-        target_in = _padded([[BOS, *t] for _, t in mine])
-        target_out = _padded([[] if empty else [*t, EOS] for _, t in mine], width=target_in.shape[1])
-        pin = self.device.type == "cuda"
-        source, target_in, target_out = (
-            (x.pin_memory() if pin else x).to(self.device, non_blocking=True) for x in (source, target_in, target_out)
-        )
-        return TextBatch(source, target_in, target_out, tokens)
+    def _batches(self, order: np.ndarray, numbers: Iterable[int]) -> Iterator[TextBatch]:
+        on_device = torch.from_numpy(order).to(self.device)
+        for number in numbers:
+            part = slice(self.bounds[number], self.bounds[number + 1])
+            yield self._batch(order[part], on_device[part])
 
-
-def _padded(rows: list[list[int]], width: int | None = None) -> Tensor:
-    width = width or max(len(r) for r in rows)
-    return torch.tensor([r + [PAD] * (width - len(r)) for r in rows], dtype=torch.int64)
+    def _batch(self, rows: np.ndarray, on_device: Tensor) -> TextBatch:
+        """``rows`` twice, on the host for the shapes and on the device for the tokens: no transfer, no wait."""
+        mine = slice(self.shard.rank, None, self.shard.world)
+        empty = len(rows) <= self.shard.rank  # a process without a row repeats one, which counts for nothing
+        mine = slice(0, 1) if empty else mine
+        width = int(self.target.lengths[rows[mine]].max()) - 1
+        source = self.source.gather(on_device[mine], int(self.source.lengths[rows[mine]].max()))
+        target = self.target.gather(on_device[mine], width + 1)
+        target_in, target_out = target[:, :-1], target[:, 1:]
+        target_in = torch.where(target_out != PAD, target_in, PAD)  # the last EOS is never an input
+        if empty:
+            target_out = torch.full_like(target_out, PAD)
+        return TextBatch(source, target_in, target_out.contiguous(), int((self.target.lengths[rows] - 1).sum()))
 
 
 def _numbers(config: DataConfig, split: str) -> Pairs:
