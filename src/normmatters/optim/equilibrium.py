@@ -166,8 +166,10 @@ def predict_equilibrium(
         An `Equilibrium` by name. It holds for gradients as large as the given ones: give batches from the phase of
         training that you ask about.
 
-    Example:
-        >>> predict_equilibrium({"conv": conv.weight}, lr=0.1, weight_decay=5e-4, momentum=0.9)["conv"].angle
+    >>> weight = torch.eye(2).requires_grad_()
+    >>> weight.grad = torch.tensor([[0.0, 3.0], [1.0, 0.0]])
+    >>> predict_equilibrium({"conv": weight}, lr=0.1, weight_decay=0.5)["conv"].equilibrium_norm
+    tensor([0.9740, 0.5623])
     """
     named = dict(parameters)
     batches = [{n: p.grad for n, p in named.items() if p.grad is not None}] if gradients is None else list(gradients)

@@ -104,13 +104,13 @@ def rotate_rows_triton_(
 
 def _one_layout(weight: Tensor, direction: Tensor, grad: Tensor) -> bool:
     """Whether all three are float32, strided alike, and each slice along dimension 0 fills one stretch of memory."""
-    strides = weight.stride()
-    if not (weight.dtype == direction.dtype == grad.dtype == torch.float32):
+    if not (weight.dtype == direction.dtype == grad.dtype == torch.float32) or weight.numel() == 0:
         return False
-    if weight.numel() == 0 or not (strides == direction.stride() == grad.stride()):
-        return False
-    if weight.is_contiguous():
+    if weight.is_contiguous() and direction.is_contiguous() and grad.is_contiguous():
         return True
+    strides = weight.stride()
+    if not (strides == direction.stride() == grad.stride()):
+        return False
     # Any order inside the slice will do: a channels_last weight is dense in this sense.
     extent = 1 + sum((n - 1) * s for n, s in zip(weight.shape[1:], strides[1:]))
     return extent == strides[0] == weight.numel() // weight.shape[0]

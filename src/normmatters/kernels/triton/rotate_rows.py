@@ -18,11 +18,10 @@ def _rotate_rows(addresses, lengths, tensor_of_row, row_in_tensor, angle, tensor
     t = tl.load(tensor_of_row + row)
     r = tl.load(row_in_tensor + row).to(tl.int64)
     n = tl.load(lengths + t)
-    floats = tl.pointer_type(tl.float32)
-    w_ptr = tl.load(addresses + t).to(floats) + r * n
-    d_ptr = tl.load(addresses + tensors + t).to(floats) + r * n
-    g_ptr = tl.load(addresses + 2 * tensors + t).to(floats) + r * n
-    norm = tl.load(tl.load(addresses + 3 * tensors + t).to(floats) + r)
+    w_ptr = tl.load(addresses + t).to(tl.pointer_type(tl.float32)) + r * n
+    d_ptr = tl.load(addresses + tensors + t).to(tl.pointer_type(tl.float32)) + r * n
+    g_ptr = tl.load(addresses + 2 * tensors + t).to(tl.pointer_type(tl.float32)) + r * n
+    norm = tl.load(tl.load(addresses + 3 * tensors + t).to(tl.pointer_type(tl.float32)) + r)
 
     columns = tl.arange(0, BLOCK)
     ww = tl.zeros((BLOCK,), tl.float32)
