@@ -1,12 +1,131 @@
-"""Chooses the backend of each normalization: the fused kernels where they apply, the plain equation elsewhere."""
+"""Chooses the backend of each normalization: fused Triton kernels, the hand-derived gradient, or the plain equation.
+
+:func:`batch_norm_backend` and :func:`layer_norm_backend` say which one serves a call, and why not a faster one. The same
+sentence is logged once (logger ``normmatters.kernels``, level INFO) when a call on a GPU falls back.
+"""
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+import logging
+import math
+import os
 from collections.abc import Sequence
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from normmatters import functional, precision
+from normmatters.functional import hand_derived
+from normmatters.functional.checks import check_batch_norm, check_layer_norm, check_memory
+from normmatters.functional.statistic import check_constant, compute_dtype, scale_constant, statistic_kind
+
+logger = logging.getLogger("normmatters.kernels")
+
+_KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+class Backend(NamedTuple):
+    """``name`` is ``"triton"``, ``"hand-derived"``, ``"plain"`` or ``"arithmetic"``; ``reason`` says why not faster."""
+
+    name: str
+    reason: str
+
+
+def _find_triton() -> str:
+    """Why no kernel can run in this process at all; empty if it can."""
+    if os.environ.get("NORMMATTERS_KERNELS", "1") == "0":
+        return "kernels are switched off by NORMMATTERS_KERNELS=0"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    return ""
+
+
+_TRITON_MISSING = _find_triton()
+# Triton's interpreter runs the kernels on the CPU, for tests.
+_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def _why_not_triton(input: Tensor) -> str:
+    if _TRITON_MISSING:
+        return _TRITON_MISSING
+    if not input.is_cuda and not (_INTERPRETED and input.device.type == "cpu"):
+        return f"the input is on {input.device.type}, and the kernels run on CUDA devices"
+    if input.dtype not in _KERNEL_DTYPES:
+        return f"the kernels take float16, bfloat16 and float32, the input is {input.dtype}"
+    if input.numel() == 0:
+        return "the input is empty"
+    if input.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return "torch.func transforms need the plain equation"
+    return ""
+
+
+def batch_norm_backend(
+    input: Tensor, *, training: bool = True, p: float | str = 1, k: int | None = None, memory: str = "exact"
+) -> Backend:
+    """Which backend serves a batch norm of ``input``, (N, C, ...), and why not a faster one.
+
+    Example::
+
+        >>> batch_norm_backend(torch.randn(8, 3, 4, 4), p=1).name
+        'hand-derived'
+    """
+    check_memory(memory)
+    if precision.active() is not None:
+        return Backend("arithmetic", "normmatters.precision.arithmetic is active")
+    if not training:
+        return Backend("plain", "in evaluation the module is torch's own batch norm")
+    reason = _why_not_triton(input)
+    if not reason:
+        reason = _why_not_batch_norm_kernel(input, statistic_kind(p, k), k)
+    if not reason:
+        return Backend("triton", "")
+    return Backend("hand-derived", reason)
+
+
+def _why_not_batch_norm_kernel(input: Tensor, kind: str, k: int | None) -> str:
+    from normmatters.kernels.triton import batch_norm as kernels
+    from normmatters.kernels.triton.layout import view_of
+
+    if kind == "lp":
+        return "there are kernels for p = 1, 2, inf, Top(k), range and mean-only, not for a general p"
+    if kind == "topk" and k is not None and k > kernels.MAX_K:
+        return f"the Top(k) kernel takes k <= {kernels.MAX_K}, got k={k}"
+    if kind in ("linf", "topk", "range"):
+        groups = kernels.groups_of(view_of(input), input.element_size(), k or 1)
+        if groups > kernels.MAX_GROUPS:
+            return f"{groups} groups a channel are more than the {kernels.MAX_GROUPS} that the selection kernel holds"
+    return ""
+
+
+def layer_norm_backend(
+    input: Tensor, normalized_shape: Sequence[int], *, p: float | str = 1, k: int | None = None
+) -> Backend:
+    """Which backend serves a layer norm or RMS norm over the last dimensions of ``input``, and why not a faster one."""
+    if precision.active() is not None:
+        return Backend("arithmetic", "normmatters.precision.arithmetic is active")
+    reason = _why_not_triton(input)
+    if not reason and statistic_kind(p, k) not in ("l1", "l2"):
+        reason = "there are layer norm kernels for p = 1 and p = 2 only"
+    if not reason:
+        from normmatters.kernels.triton.layer_norm import MAX_FEATURES
+
+        if math.prod(normalized_shape) > MAX_FEATURES:
+            reason = f"rows of {math.prod(normalized_shape)} features are longer than the kernels' {MAX_FEATURES}"
+    return Backend("plain", reason) if reason else Backend("triton", "")
+
+
+@functools.cache
+def _log_once(message: str) -> None:
+    logger.info(message)
+
+
+def _say(what: str, backend: Backend, input: Tensor) -> None:
+    if backend.reason and input.is_cuda and not torch.compiler.is_compiling():
+        _log_once(f"{what} falls back to {backend.name}: {backend.reason}")
 
 
 def batch_norm(
@@ -27,23 +146,37 @@ def batch_norm(
     memory: str = "exact",
 ) -> Tensor:
     """Batch norm of any kind; see :func:`normmatters.functional.lp_batch_norm` for the equation."""
-    if precision.active() is not None:
-        return precision.batch_norm(
+    backend = batch_norm_backend(input, training=training, p=p, k=k, memory=memory)
+    if backend.name == "triton":
+        from normmatters.kernels import ops
+
+        kind = statistic_kind(p, k)
+        check_constant(constant)
+        check_batch_norm(
+            input, running_mean, running_var, weight, bias, training, eps, kind=kind, k=k, act=act, residual=residual
+        )
+        C = scale_constant(p, input.numel() // input.shape[1], k, constant)
+        if residual is not None:
+            residual = residual.to(input.dtype)
+        return ops.batch_norm(
             input,
             running_mean,
             running_var,
             weight,
             bias,
-            training,
             momentum,
-            eps,
-            p=p,
+            0.0 if kind == "mean" else eps,
+            kind=kind,
             k=k,
-            constant=constant,
+            constant=C,
             act=act,
             residual=residual,
+            memory=memory,
         )
-    return functional.lp_batch_norm(
+    if training:
+        _say("batch norm", backend, input)
+    plain = precision.batch_norm if backend.name == "arithmetic" else hand_derived.batch_norm
+    return plain(
         input,
         running_mean,
         running_var,
@@ -72,8 +205,12 @@ def layer_norm(
     constant: str | float = "exact",
 ) -> Tensor:
     """Layer norm of any kind; see :func:`normmatters.functional.lp_layer_norm`."""
-    if precision.active() is not None:
+    backend = layer_norm_backend(input, normalized_shape, p=p, k=k)
+    if backend.name == "triton":
+        return _layer_norm_kernel(input, normalized_shape, weight, bias, eps, p, k, constant, centered=True)
+    if backend.name == "arithmetic":
         return precision.layer_norm(input, normalized_shape, weight, bias, eps, p=p, k=k, constant=constant)
+    _say("layer norm", backend, input)
     return functional.lp_layer_norm(input, normalized_shape, weight, bias, eps, p=p, k=k, constant=constant)
 
 
@@ -87,6 +224,34 @@ def rms_norm(
     constant: str | float = "exact",
 ) -> Tensor:
     """RMS norm of any kind; see :func:`normmatters.functional.lp_rms_norm`."""
-    if precision.active() is not None:
+    backend = layer_norm_backend(input, normalized_shape, p=p)
+    if backend.name == "triton":
+        epsilon = torch.finfo(compute_dtype(input.dtype)).eps if eps is None else eps
+        return _layer_norm_kernel(input, normalized_shape, weight, None, epsilon, p, None, constant, centered=False)
+    if backend.name == "arithmetic":
         return precision.rms_norm(input, normalized_shape, weight, eps, p=p, constant=constant)
+    _say("RMS norm", backend, input)
     return functional.lp_rms_norm(input, normalized_shape, weight, eps, p=p, constant=constant)
+
+
+def _layer_norm_kernel(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    p: float | str,
+    k: int | None,
+    constant: str | float,
+    *,
+    centered: bool,
+) -> Tensor:
+    from normmatters.kernels import layer_norm_ops
+
+    check_constant(constant)
+    kind = statistic_kind(p, k)
+    check_layer_norm(input, normalized_shape, weight, bias, eps, kind=kind, k=k)
+    C = scale_constant(p, math.prod(normalized_shape), k, constant)
+    return layer_norm_ops.layer_norm(
+        input, normalized_shape, weight, bias, eps, kind=kind, constant=C, centered=centered
+    )

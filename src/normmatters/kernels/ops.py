@@ -22,6 +22,12 @@ def _dense(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=memory_format(x))
 
 
+def _format(g: Tensor, channels_last: bool) -> torch.memory_format:
+    if not channels_last:
+        return torch.contiguous_format
+    return torch.channels_last if g.dim() == 4 else torch.channels_last_3d
+
+
 @torch.library.custom_op("normmatters::batch_norm_statistics", mutates_args=("running_mean", "running_var"))
 def batch_norm_statistics(
     x: Tensor,
@@ -112,11 +118,11 @@ def batch_norm_backward(
     residual: bool,
     lean: bool,
     need_dresidual: bool,
-    format: torch.memory_format,
+    channels_last: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dx, dγ, dβ, and the residual's gradient (empty where it is g itself)."""
     return kernels.gradient(
-        g.contiguous(memory_format=format), saved, code, count, statistics, index, weight, bias, kind, constant,
+        g.contiguous(memory_format=_format(g, channels_last)), saved, code, count, statistics, index, weight, bias, kind, constant,
         relu=relu, residual=residual, lean=lean, need_dresidual=need_dresidual,
     )  # fmt: skip
 
@@ -137,9 +143,9 @@ def _(
     residual: bool,
     lean: bool,
     need_dresidual: bool,
-    format: torch.memory_format,
+    channels_last: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dx = torch.empty_like(g, memory_format=format)
+    dx = torch.empty_like(g, memory_format=_format(g, channels_last))
     dweight = g.new_empty(g.shape[1], dtype=torch.float32)
     dresidual = torch.empty_like(dx) if need_dresidual and relu else g.new_empty(0)
     return dx, dweight, torch.empty_like(dweight), dresidual
@@ -148,11 +154,11 @@ def _(
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     x, weight, bias, residual, statistics, index, kind, constant, relu, lean, _ = inputs
     z, code, count = output
-    ctx.format = memory_format(x)
-    if not lean or kind == "mean":
-        saved = None if kind == "mean" else x.contiguous(memory_format=ctx.format)
-    else:
+    ctx.channels_last = memory_format(x) is not torch.contiguous_format
+    if lean:
         saved = None if residual is not None else z
+    else:
+        saved = None if kind == "mean" else _dense(x)
     ctx.save_for_backward(saved, code, count, statistics, index, weight, bias)
     ctx.arguments = (kind, constant, relu, residual is not None, lean)
     ctx.need_dresidual = residual is not None and residual.requires_grad
@@ -163,7 +169,7 @@ def _backward(ctx: Any, g: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     relu = ctx.arguments[2]
     dx, dweight, dbias, dresidual = batch_norm_backward(
         g, g if saved is None else saved, code, count, statistics, index, weight, bias,
-        *ctx.arguments, ctx.need_dresidual, ctx.format,
+        *ctx.arguments, ctx.need_dresidual, ctx.channels_last,
     )  # fmt: skip
     return (
         dx,
@@ -200,7 +206,7 @@ def batch_norm(
         )
     inputs = (x, weight, bias, residual)
     save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
-    lean = memory == "lean" and kind != "l2"  # L2's gradient needs the input itself
+    lean = memory == "lean" and kind == "l1"  # the other statistics' gradients need the input itself
     z, _, _ = batch_norm_apply(
         x, weight, bias, residual, statistics, index, kind, constant, act == "relu", lean, save
     )

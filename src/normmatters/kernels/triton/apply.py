@@ -282,7 +282,6 @@ def gradient_kernel(
     channels,
     entries,
     splits,
-    count_splits,
     per_channel,
     n,
     constant,
@@ -324,7 +323,7 @@ def gradient_kernel(
     if KIND == L1:
         # sign = 2·[x ≥ μ] − 1, and its mean is taken off: only the bit and its mean remain.
         count, _, _ = add_entries(
-            count_ptr, 0, channel, mask, count_splits, entries, per_channel, 1, BLOCK_E, BLOCK_C
+            count_ptr, 0, channel, mask, splits, entries, per_channel, 1, BLOCK_E, BLOCK_C
         )
         tilt = -2.0 * constant * ratio * pull
         even -= tilt * count / n

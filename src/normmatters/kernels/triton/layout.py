@@ -12,6 +12,7 @@ thread, and needs no exchange. Eight rows were tried and ran out of registers.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -20,9 +21,9 @@ from torch import Tensor
 
 ROWS_PER_CODE = 4
 
-# How many programs share the device: enough to fill an H200's 132 multiprocessors several times over, few enough that
-# the partial sums they leave stay a small part of the traffic.
-_PROGRAMS = 1056
+# Programs that fill the device: four on each of 132 multiprocessors (H200). Channels-last work is cut into one such
+# wave; contiguous work, whose blocks of columns cannot be cut evenly, into about three, so that the last wave costs little.
+_WAVE = 528
 
 
 class View(NamedTuple):
@@ -73,30 +74,34 @@ def memory_format(x: Tensor) -> torch.memory_format:
 
 
 def view_of(x: Tensor) -> View:
-    """The view of ``x``, which is dense in its :func:`memory_format`."""
-    channels = x.shape[1]
-    spatial = math.prod(x.shape[2:])
+    """The view of ``x``, which is dense in its :func:`memory_format`.
+
+    Plain integers: the tiling depends on the sizes, so a compiled graph is specialized to them.
+    """
+    batch, channels, *rest = (int(size) for size in x.shape)
+    spatial = math.prod(rest)
     if spatial == 1 or memory_format(x) is not torch.contiguous_format:
-        return View(x.shape[0] * spatial, channels, 1)
-    return View(x.shape[0], channels * spatial, spatial)
+        return View(batch * spatial, channels, 1)
+    return View(batch, channels * spatial, spatial)
 
 
 def next_power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def tiling_of(view: View, itemsize: int, *, programs: int = _PROGRAMS) -> Tiling:
+@functools.cache
+def tiling_of(view: View, itemsize: int, programs: int = _WAVE) -> Tiling:
     """Tiles of 16 bytes a thread and row; wide rows first, so that neighbours read neighbouring memory."""
     num_warps = 4
     vector = 8 if itemsize <= 2 else 4
     elements = 32 * num_warps * vector
     block_c = min(next_power_of_2(view.cols), elements if view.spatial > 1 else 128)
-    block_c = max(block_c, vector)
     row_groups = view.code_rows
     block_r = max(1, min(elements // block_c, next_power_of_2(row_groups)))
     tiles = -(-row_groups // block_r)
     blocks = -(-view.cols // block_c)
-    splits = max(1, min(tiles, programs // blocks))
+    wanted = programs if view.spatial == 1 else 3 * programs
+    splits = max(1, min(tiles, wanted // blocks))
     # A group must not cross a channel's border, and a power of two keeps the reduction inside a thread or a warp.
     group = min(math.gcd(view.spatial, 16), block_c)
     return Tiling(block_c, block_r, group, splits, tiles, num_warps)
