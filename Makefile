@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
 
-.PHONY: test lint install clean
+.PHONY: test lint install bench clean
 
 install: $(VENV)/.installed
 
@@ -21,6 +21,23 @@ lint: install
 
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu"
+
+# Ours against the peers on this machine's device: results/bench/*.json and a picture.
+bench: install
+	$(BIN)/python -m normmatters.bench --out results/bench
+
+# Every figure and table of the paper on embedded data: a few minutes on two cores. What the tests need is not installed.
+demo: $(VENV)/.installed-lab
+	$(BIN)/normmatters reproduce all --preset quick
+
+report: $(VENV)/.installed-lab
+	$(BIN)/normmatters report runs/quick --out runs/quick/report
+
+$(VENV)/.installed-lab: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	test -e $(VENV)/.installed || $(PIP) install -c constraints.txt torch
+	test -e $(VENV)/.installed || $(PIP) install -c constraints.txt -e ".[lab]"
+	touch $@
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

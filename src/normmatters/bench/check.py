@@ -132,7 +132,7 @@ def check_batch_norm(module: Any, norm: Any, data: BatchNormData, ref: BatchNorm
     if ref.kind not in ("l1", "l2"):
         carried = carried * ((data.x.detach() - _SHIFT).abs() > _FAR)
     size = element * _size(ref.before_relu, data.residual)
-    parts = {
+    parts: dict[str, tuple[Tensor, Tensor, Tensor | float]] = {
         "output": (output, ref.before_relu.relu(), size),
         "dx": (grads[0], ref.dx, element * (1 + ref.dx.abs()) + carried),
         "dweight": (grads[-2], ref.dweight, allowed),

@@ -89,7 +89,9 @@ class Setup:
         return environment(self.device)
 
     def free(self) -> None:
-        """Let go of compiled code and of memory that nothing uses any more."""
+        """Let go of compiled code and of memory that nothing uses any more; a smoke run has little of either."""
+        if self.smoke:
+            return
         torch._dynamo.reset()
         gc.collect()
         if self.cuda:

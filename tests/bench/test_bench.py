@@ -1,0 +1,208 @@
+"""The smoke run of every benchmark, what a wrong or failing kernel does to it, and the choice of rows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from normmatters import bench
+from normmatters.bench import __main__ as command
+from normmatters.bench import harness, layers, peers
+from normmatters.kernels import dispatch
+
+TIMED = {"error", "fwd_ms", "bwd_ms", "eager_fwd_ms", "eager_bwd_ms", "timed_by", "fwd_passes", "bwd_passes", "ratio"}
+MEMORY = {"saved_bytes", "saved_share", "allocated_bytes", "peak_bytes"}
+STEP = {"error", "ms", "fastest_ms", "after_forward_bytes", "peak_bytes"}
+FIELDS = {
+    "layers": TIMED | MEMORY | {"dtype", "layout", "form", "size", "tensor_bytes"},
+    "cpu": TIMED | {"layout", "form", "size"},
+    "layernorm": TIMED | MEMORY | {"dtype", "size"},
+    "resnet50": STEP | {"dtype", "mode", "ratio", "ratio_same_mode", "memory_ratio"},
+    "weightnorm": {"part", "mode", "ms", "added_ms", "error"},
+    "optim": {"mode", "ms", "ratio"},
+}
+COUNTS = {"layers": 57, "cpu": 12, "layernorm": 8, "resnet50": 10, "weightnorm": 8}
+
+
+@pytest.fixture(autouse=True)
+def quick_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compile as far as the graph, without the C++ compiler: seconds instead of a minute."""
+    monkeypatch.setattr(peers, "BACKEND", "aot_eager")
+
+
+@pytest.mark.parametrize("name", bench.NAMES)
+def test_smoke_gives_complete_rows_and_a_file(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.run([name], smoke=True, device="cpu", out=tmp_path) == 0
+    data = json.loads((tmp_path / f"{name}.json").read_text())
+    assert data["environment"]["torch"] == torch.__version__
+    assert {"device", "triton", "python", "commit", "date"} <= data["environment"].keys()
+    assert data["copy_bandwidth"] > 0
+    rows = data["rows"]
+    assert len(rows) == COUNTS.get(name, len(rows)) > 0
+    printed = capsys.readouterr().out
+    for row in rows:
+        if "liger" in row["variant"]:
+            assert row["status"] == "skipped"
+            assert "Liger" in row["note"]
+            continue
+        assert row["status"] == "ok", row
+        assert not FIELDS[name] - row.keys()
+        assert row["variant"] in printed
+        assert all(row[key] > 0 for key in ("ms", "fwd_ms", "bwd_ms", "fwd_passes", "bwd_passes") if key in row)
+        assert row.get("error") is None or 0 < row["error"] <= 1 or row["variant"] == "none"
+
+
+def test_the_layers_rows_say_what_is_kept(tmp_path: Path) -> None:
+    assert bench.run(["layers"], smoke=True, device="cpu", out=tmp_path, only=["fp16", "cl", "relu", "native"]) == 0
+    (row,) = json.loads((tmp_path / "layers.json").read_text())["rows"]
+    # Batch norm keeps its input, and a mean and an inverse deviation in fp32 for each of 16 channels.
+    assert row["tensor_bytes"] == 4 * 16 * 6 * 6 * 2
+    assert row["saved_bytes"] == row["tensor_bytes"] + 2 * 16 * 4
+    assert row["ratio"] == 1
+
+
+class _Scaled(torch.autograd.Function):
+    """The identity, but its gradient is too large."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return g * ctx.factor, None
+
+
+def _damaged(what: str) -> Any:
+    right = dispatch.batch_norm
+
+    def wrong(x: Tensor, mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if what == "dx":
+            x = _Scaled.apply(x, 1.02)
+        elif what == "dweight":
+            weight = _Scaled.apply(weight, 1.5)
+        elif what == "dbias":
+            bias = _Scaled.apply(bias, 1.5)
+        elif what == "dresidual":
+            kwargs["residual"] = _Scaled.apply(kwargs["residual"], 1.02)
+        y = right(x, mean, var, weight, bias, *args, **kwargs)
+        if what == "running_var":
+            var.mul_(1.01)
+        return y * 1.02 if what == "output" else y
+
+    return wrong
+
+
+@pytest.mark.parametrize("what", ["output", "dx", "dweight", "dbias", "dresidual", "running_var"])
+def test_a_wrong_kernel_gets_no_number(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "batch_norm", _damaged(what))
+    code = bench.run(
+        ["layers"], smoke=True, device="cpu", out=tmp_path, only=["fp16", "cl", "add_relu", "native", "l1"]
+    )
+    assert code == 1
+    native, ours = json.loads((tmp_path / "layers.json").read_text())["rows"]
+    assert native["status"] == "ok"
+    assert ours["status"] == "WRONG"
+    assert f"{what} is off by" in ours["note"]
+    assert not {"fwd_ms", "bwd_ms", "fwd_passes", "ratio"} & ours.keys()
+
+
+def test_resnet50_gives_no_number_for_a_wrong_norm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(dispatch, "batch_norm", _damaged("dx"))
+    assert bench.run(["resnet50"], smoke=True, device="cpu", out=tmp_path, only=["fp16", "l1"]) == 1
+    (row,) = json.loads((tmp_path / "resnet50.json").read_text())["rows"]
+    assert row["status"] == "WRONG"
+    assert "ms" not in row
+
+
+def test_one_failing_variant_does_not_stop_the_others(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*args: Any, **kwargs: Any) -> Tensor:
+        raise RuntimeError("out of\nmemory")
+
+    monkeypatch.setattr(dispatch, "batch_norm", broken)
+    assert bench.run(["layers"], smoke=True, device="cpu", only=["fp16", "cl", "relu", "native", "l1", "l2"]) == 1
+    printed = capsys.readouterr().out
+    assert printed.count("failed: RuntimeError: out of memory") == 4  # two rows, and the list at the end
+    assert " native " in printed
+
+
+def test_without_a_compiler_its_rows_say_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def no_compiler(function: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("no working C++ compiler\nmore lines")
+
+    monkeypatch.setattr(torch, "compile", no_compiler)
+    words = ["fp16", "cl", "relu", "native", "native_compiled"]
+    assert bench.run(["layers"], smoke=True, device="cpu", out=tmp_path, only=words) == 0
+    native, compiled = json.loads((tmp_path / "layers.json").read_text())["rows"]
+    assert native["status"] == "ok"
+    assert compiled["status"] == "skipped"
+    assert compiled["note"] == "torch.compile does not work here: RuntimeError: no working C++ compiler"
+
+
+def test_what_breaks_between_the_rows_is_a_row(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    def broken(setup: harness.Setup) -> Any:
+        raise MemoryError("too much")
+        yield
+
+    monkeypatch.setattr(layers, "rows", broken)
+    assert bench.run(["layers"], smoke=True, device="cpu") == 1
+    assert "failed: MemoryError: too much" in capsys.readouterr().out
+
+
+def test_a_failing_peer_is_no_failure_of_ours() -> None:
+    rows = [
+        {"ours": False, "status": "failed"},
+        {"ours": True, "status": "skipped"},
+        {"ours": False, "status": "WRONG"},
+        {"ours": True, "status": "failed"},
+        {"ours": True, "status": "ok"},
+    ]
+    assert harness.failed(rows) == rows[2:4]
+
+
+def test_selection_means_any_word_of_an_axis_and_all_axes() -> None:
+    axes = {"dtype": ["fp16", "bf16"], "layout": ["cl", "nchw"]}
+    selection = harness.Selection.of(["cl", "fp16", "bf16"], [axes])
+    assert selection.allows(axes, {"dtype": "bf16", "layout": "cl"})
+    assert not selection.allows(axes, {"dtype": "bf16", "layout": "nchw"})
+    assert harness.Selection.of(["all"], [axes]).allows(axes, {"dtype": "fp16", "layout": "nchw"})
+    assert harness.Selection.of([], [axes]).default()
+    with pytest.raises(ValueError, match="no row is called 'fp15'; there are all, bf16, cl"):
+        harness.Selection.of(["fp15"], [axes])
+
+
+def test_default_rows_are_fp16_channels_last_and_a_sample_of_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = []
+    monkeypatch.setattr(layers, "group", lambda setup, shape, axes, variants: groups.append((axes, variants)) or [])
+    assert list(layers.rows(harness.Setup(torch.device("cpu")))) == []
+    usual = [axes for axes, _ in groups if (axes["dtype"], axes["layout"]) == ("fp16", "cl")]
+    assert len(usual) == 2 * len(layers.SHAPES)
+    assert len(groups) == len(usual) + 2 * 2 * len(layers.SAMPLE)
+    groups.clear()
+    everything = harness.Setup(torch.device("cpu"), only=harness.Selection.of(["all"], [layers.AXES]))
+    assert list(layers.rows(everything)) == []
+    assert len(groups) == 2 * 2 * 2 * len(layers.SHAPES)
+    assert all(len(variants) == len(layers.VARIANTS) for _, variants in groups)
+
+
+def test_the_command_refuses_what_it_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        command.main(["layer"])
+    assert stopped.value.code == 2
+    assert "no benchmark is called 'layer'; there are layers," in capsys.readouterr().err
+    with pytest.raises(ValueError, match="expected the device cpu or cuda, got 'meta'"):
+        bench.run(["layers"], smoke=True, device="meta")
+
+
+def test_smoke_writes_no_file_unless_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert command.main(["cpu", "--smoke", "--only", "cl,relu,native"]) == 0
+    assert list(tmp_path.iterdir()) == []

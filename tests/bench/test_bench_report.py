@@ -1,0 +1,126 @@
+"""Tables from JSON, in the marked places of a file; and the picture."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from normmatters.bench import report, roofline
+
+ENVIRONMENT = {
+    "device": "Some GPU",
+    "threads": 1,
+    "torch": "2.11.0",
+    "cuda": "12.8",
+    "triton": "3.6.0",
+    "python": "3.12.1",
+    "commit": "abc",
+    "date": "2026-01-02T03:04:05+00:00",
+}
+
+
+def _row(variant: str, fwd: float, bwd: float, ratio: float, **more: Any) -> dict[str, Any]:
+    return {
+        "dtype": "fp16",
+        "layout": "cl",
+        "form": "relu",
+        "size": "256x64x56x56",
+        "variant": variant,
+        "ours": variant.startswith("l1"),
+        "status": "ok",
+        "note": "",
+        "tensor_bytes": 102_760_448,
+        "fwd_ms": fwd,
+        "bwd_ms": bwd,
+        "fwd_passes": 4.7,
+        "bwd_passes": 6.6,
+        "saved_share": 1.0,
+        "peak_bytes": None,
+        "ratio": ratio,
+        **more,
+    }
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    wrong = {**_row("l1", 0, 0, 0), "status": "WRONG", "note": "dx is off | by 3"}
+    for key in ("fwd_ms", "bwd_ms", "fwd_passes", "bwd_passes", "saved_share", "ratio"):
+        del wrong[key]
+    rows = [
+        _row("native", 0.2, 0.3, 1.0),
+        _row("l1_lean", 0.1, 0.15, 0.5, saved_share=0.125),
+        _row("l1_lean", 0.1, 0.15, 0.5, dtype="bf16"),
+        wrong,
+    ]
+    data = {"bench": "layers", "environment": ENVIRONMENT, "copy_bandwidth": 4.2e12, "rows": rows}
+    (tmp_path / "layers.json").write_text(json.dumps(data))
+    return tmp_path
+
+
+def test_markdown_shows_numbers_and_for_a_wrong_row_the_reason_alone(results: Path) -> None:
+    lines = report.markdown(json.loads((results / "layers.json").read_text())).splitlines()
+    assert lines[0] == (
+        "| dtype | layout | form | shape | variant | fwd ms | bwd ms | passes fwd | passes bwd "
+        "| faster than native | kept ÷ x |"  # no column that is empty in every row
+    )
+    assert lines[1] == "|---|---|---|---|---|--:|--:|--:|--:|--:|--:|"
+    assert lines[3] == "| fp16 | cl | relu | 256x64x56x56 | l1_lean | 0.100 | 0.150 | 4.7 | 6.6 | 2.00× | 0.12 |"
+    assert lines[5] == "| fp16 | cl | relu | 256x64x56x56 | l1 | WRONG: dx is off \\| by 3 |  |  |  |  |  |"
+    assert lines[-1] == (
+        "<sub>Some GPU, torch 2.11.0, triton 3.6.0, copy 4.20 TB/s, commit abc, 2026-01-02. "
+        "Each row was checked against float64 first.</sub>"
+    )
+
+
+def test_filling_a_file_keeps_the_rest_and_changes_nothing_the_second_time(results: Path) -> None:
+    readme = results / "README.md"
+    readme.write_text(
+        "# Title\n<!-- bench:layers fp16 l1_lean native -->\nold\n<!-- /bench -->\nbetween\n"
+        "<!-- bench:layers -->\n<!-- /bench -->\nend\n"
+    )
+    report.main([str(readme), "--results", str(results)])
+    once = readme.read_text()
+    report.main([str(readme), "--results", str(results)])
+    assert readme.read_text() == once
+    assert once.startswith("# Title\n<!-- bench:layers fp16 l1_lean native -->\n| dtype")
+    assert once.endswith("<!-- /bench -->\nend\n")
+    assert "old" not in once
+    first, second = once.split("between")
+    assert first.count("| l1_lean |") == 1
+    assert second.count("| l1_lean |") == 2
+    assert "bf16" not in first
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("<!-- bench:layers -->\nno end", "not closed"),
+        ("<!-- bench:layers fp15 -->\n<!-- /bench -->", "no row is called 'fp15'"),
+        ("<!-- bench:resnet50 -->\n<!-- /bench -->", "run `normmatters bench resnet50` first"),
+    ],
+)
+def test_a_section_that_cannot_be_filled_is_an_error(results: Path, text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        report.fill(text, results)
+
+
+def test_a_printed_row_lines_up_with_its_head(results: Path) -> None:
+    rows = json.loads((results / "layers.json").read_text())["rows"]
+    head = report.text_header("layers")
+    ok, wrong = report.text_row("layers", rows[1]), report.text_row("layers", rows[3])
+    assert ok[: head.index("fwd ms") + 6].endswith("0.100")
+    assert ok[: head.index("kept ÷ x") + 8].endswith("0.12")
+    assert wrong.endswith("WRONG: dx is off | by 3")
+
+
+@pytest.mark.parametrize("suffix", ["svg", "png"])
+def test_the_picture_has_ours_the_peers_and_the_copy_line(results: Path, suffix: str) -> None:
+    path = results / "img" / f"roofline.{suffix}"
+    roofline.main([str(results / "layers.json"), str(path)])
+    drawn = path.read_bytes()
+    assert drawn.startswith(b"\x89PNG") if suffix == "png" else b"<svg" in drawn
+    with pytest.raises(ValueError, match="no rows of fp32, cl, relu"):
+        roofline.draw(json.loads((results / "layers.json").read_text()), path, dtype="fp32")

@@ -1,0 +1,152 @@
+"""Passes, memory and the check itself; and that the peers are what they say."""
+
+from __future__ import annotations
+
+import math
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from normmatters.bench import check, harness, peers, timing
+from normmatters.convert import convert
+from normmatters.convert.report import ConversionReport
+from normmatters.functional import lp_layer_norm
+
+CPU = torch.device("cpu")
+
+
+def test_a_copy_is_two_passes() -> None:
+    size, seconds = 2**30, 0.5e-3
+    bandwidth = 2 * size / seconds  # as copy_bandwidth counts: each byte is read and written
+    assert harness.passes(seconds * 1e3, bandwidth, size) == 2
+    assert harness.passes(seconds * 1e3, bandwidth, size // 4) == 8
+
+
+def test_copy_bandwidth_counts_bytes_read_and_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "time_calls", lambda calls, device: timing.Timing(2.0, 3.0, "clock"))
+    assert timing.copy_bandwidth(CPU, 1000) == 2 * 1000 / 2e-3
+
+
+def test_the_median_is_of_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
+
+    def call(seconds: float) -> None:
+        clock[0] += seconds
+
+    found = timing.time_calls([lambda: call(0.001), lambda: call(0.003)], CPU)
+    assert math.isclose(found.ms, 2.0)  # milliseconds, averaged over the calls that take turns
+
+
+def test_memory_counts_what_autograd_holds_but_for_output_and_parameters() -> None:
+    x = torch.randn(10, requires_grad=True)
+    weight = torch.randn(10, requires_grad=True)
+
+    def forward() -> torch.Tensor:
+        return (x * weight).exp().exp()  # holds x, weight, exp(x * weight) and the output
+
+    found = timing.memory(forward, lambda output: torch.autograd.grad(output, x, output), [weight])
+    assert found == timing.Memory(saved=2 * 10 * 4, allocated=None, peak=None)
+    assert timing.memory(forward, lambda output: None, []).saved == 3 * 10 * 4
+
+
+@pytest.mark.parametrize("last", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_data_have_no_ties_among_the_extremes(dtype: torch.dtype, last: bool) -> None:
+    data = check.BatchNormData.random((8, 5, 6, 6), dtype, CPU, last=last, residual=True)
+    layout = torch.channels_last if last else torch.contiguous_format
+    assert all(t.is_contiguous(memory_format=layout) for t in (data.x, data.g, data.copies().x, data.residual))
+    channels = data.x.detach().double().transpose(0, 1).flatten(1)
+    far = (channels - channels.mean(1, keepdim=True)).abs().sort(1, descending=True).values
+    assert ((far[:, :11] - far[:, 1:12]) > 0.03).all()
+    assert channels.max(1).values.min() > 5.5
+    assert channels.min(1).values.max() < -4.5
+    assert (channels.sort(1).values.diff(dim=1)[:, [0, -1]] > 0).all()
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_gradients_do_not_depend_on_which_side_of_the_relu_rounding_falls(residual: bool) -> None:
+    data = check.BatchNormData.random((16, 4, 8, 8), torch.bfloat16, CPU, last=True, residual=residual)
+    reference = check.BatchNormReference.of(data, "l1")
+    near = reference.before_relu.abs() < 8 * torch.finfo(torch.bfloat16).eps
+    assert near.any()
+    assert (reference.g[near] == 0).all()
+    assert (reference.g != 0).double().mean() > 0.75
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_lean_codes_pass_where_lean_and_fail_where_exact(residual: bool) -> None:
+    """A dγ off by a third of √n·rms(g) is what 4 bits give: right for lean with a residual, wrong for all else."""
+    data = check.BatchNormData.random((16, 4, 8, 8), torch.float16, CPU, last=True, residual=residual)
+    reference = check.BatchNormReference.of(data, "l1")
+    open_g = (reference.g * (reference.before_relu > 0)).double()
+    reference.dweight += 0.33 * open_g.square().sum((0, 2, 3)).sqrt()
+    module = peers.NaiveL1BatchNormReLU(4)
+    with torch.no_grad():
+        module.norm.weight.copy_(data.weight)
+        module.norm.bias.copy_(data.bias)
+    with pytest.raises(harness.Wrong, match=r"^dweight is off by [0-9.]+ × its tolerance$"):
+        check.check_batch_norm(module, module.norm, data, reference, lean=False)
+    module.norm.reset_running_stats()
+    if residual:
+        assert 0.3 < check.check_batch_norm(module, module.norm, data, reference, lean=True) < 0.7
+    else:
+        with pytest.raises(harness.Wrong):
+            check.check_batch_norm(module, module.norm, data, reference, lean=True)
+
+
+def test_a_result_that_is_not_a_number_is_wrong() -> None:
+    data = check.RowNormData.random(4, 16, torch.float32, CPU)
+    reference = check.row_norm_reference(data, 1, rms=False, eps=1e-5)
+    y = lp_layer_norm(data.x, [16], data.weight, data.bias, 1e-5, p=1)
+    results = [y, *torch.autograd.grad(y, (data.x, data.weight, data.bias), data.g)]
+    assert check.check_row_norm(results, reference, data) < 1
+    for index, name in enumerate(("output", "dx", "dweight", "dbias")):
+        damaged = [t.detach().clone() for t in results]
+        damaged[index].view(-1)[3] = math.nan
+        with pytest.raises(harness.Wrong, match=f"^{name} is off by nan"):
+            check.check_row_norm(damaged, reference, data)
+
+
+def test_the_plain_resnet50_is_torchvisions_and_converts_whole() -> None:
+    with torch.device("meta"):
+        model = peers.ResNet50()
+    assert sum(p.numel() for p in model.parameters()) == 25_557_032  # torchvision's count
+    report = ConversionReport()
+    small = peers.ResNet50(depths=(1, 2), width=4, classes=3)
+    x = torch.randn(2, 3, 32, 32)
+    expected = small(x)
+    converted = convert(small, "l2", fuse=True, report=report)
+    torch.testing.assert_close(converted(x), expected, rtol=1e-4, atol=1e-5)
+    # The stem's, three norms of each of three blocks, and the two shortcuts', which no ReLU follows.
+    assert (len(report.converted), len(report.fused)) == (1 + 3 * 3 + 2, 1 + 3 * 3)
+
+
+def test_the_naive_norm_trains_by_the_equation_and_evaluates_by_its_statistics() -> None:
+    data = check.BatchNormData.random((8, 3, 5, 5), torch.float32, CPU, last=False, residual=False)
+    norm = peers.NaiveL1BatchNorm2d(3)
+    y = norm(data.x)
+    reference = check.BatchNormReference.of(data, "l1")
+    torch.testing.assert_close(norm.running_mean, reference.running[0].float())
+    torch.testing.assert_close(norm.running_var, reference.running[1].float())
+    before = (reference.before_relu - data.bias.view(-1, 1, 1)) / data.weight.view(-1, 1, 1)
+    torch.testing.assert_close(y, before.float(), rtol=1e-4, atol=1e-5)
+
+
+def test_liger_is_none_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "liger_kernel", None)
+    assert peers.liger("LigerLayerNormFunction") is None
+
+
+def test_the_native_peer_keeps_its_input_alone() -> None:
+    module = peers.NativeBatchNormReLU(4)
+    x = torch.randn(8, 4, 3, 3, requires_grad=True)
+    residual = torch.randn_like(x, requires_grad=True)
+    free = [*module.parameters(), *module.buffers()]
+    found = timing.memory(lambda: module(x, residual), lambda output: None, free)
+    assert found.saved == x.numel() * 4 + 2 * 4 * 4
+    assert isinstance(module.norm, nn.BatchNorm2d)
+    expected = torch.relu(nn.functional.batch_norm(x, None, None, training=True) + residual)
+    torch.testing.assert_close(module(x, residual), expected)
