@@ -45,7 +45,7 @@ def test_a_run_learns_and_its_folder_tells_all(tmp_path: Path) -> None:
     assert environment["torch"] == torch.__version__
     assert any((folder / "tensorboard").iterdir())
     assert not (folder / "error.json").exists()
-    assert len(list((folder / "checkpoints").glob("*.pt"))) == 2
+    assert [p.name for p in (folder / "checkpoints").glob("*.pt")] == ["epoch-000008.pt"]
     # the recorder's norms are those that the metrics average
     recording = Recording.load(folder / "norms.safetensors")
     assert recording.tested
@@ -97,15 +97,17 @@ def test_modes_of_figure_1(tmp_path: Path) -> None:
         "norm_schedule": {"mode": "norm_schedule", "reference": "wd_on", "correction": "step"},
         "wd_off": {"mode": "wd_off"},
     }
-    loss, norm = {}, {}
+    loss, norm, step = {}, {}, {}
     for name, options in modes.items():
         config = small_run(cell=name, optim={**common, **options}, runtime={"record": "step"})
         metrics = train(config, tmp_path / name / "seed0").metrics
-        loss[name], norm[name] = metrics["train_loss"], metrics["norm"]
+        loss[name], norm[name], step[name] = (metrics[k] for k in ("train_loss", "norm", "effective_step"))
     for name in ("wd_free", "corrected", "norm_schedule"):
         assert loss[name] == pytest.approx(loss["wd_on"], rel=2e-4), name
+        assert step[name] == pytest.approx(step["wd_on"], rel=2e-2), name
     assert abs(loss["wd_off"] - loss["wd_on"]) > 1e-3 * loss["wd_on"]
     assert norm["wd_off"] > norm["wd_on"]
+    assert step["wd_off"] < 0.9 * step["wd_on"]
     assert norm["corrected"] > norm["wd_on"]
     assert norm["norm_schedule"] == pytest.approx(norm["wd_on"] * math.sqrt(10), rel=1e-2)  # F4
     with pytest.raises(ValueError, match="run that cell first"):

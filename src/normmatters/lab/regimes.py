@@ -104,16 +104,26 @@ class Regime:
         self._lr = lr
 
     def describe(self) -> dict[str, float]:
-        """Mean norm and mean effective step η/‖w‖² (η/‖w‖ for Adam) over the watched channels."""
+        """Mean norm and mean effective step η/‖w‖² (η/‖w‖ for Adam) over the watched channels, of the last step.
+
+        η is the learning rate that acts: with the correction's ratio, or with the decay-free recursion's α². An angular
+        optimizer sets the angle itself and has no such step size.
+        """
         if not self.watched:
             return {}
-        norms = torch.cat([channel_norms(w.detach(), dim) for w, dim in self.watched.values()])
+        norms = {n: channel_norms(w.detach(), dim).double() for n, (w, dim) in self.watched.items()}
+        mean = torch.cat(list(norms.values())).mean().item()
+        if self.config.mode == "angular":
+            return {"norm": mean}
+        ratio: dict[str, Any] = dict.fromkeys(norms, 1.0)
+        if isinstance(self.optimizer, StepSizeCorrection):
+            ratio = self.optimizer.ratio
+        elif self.config.mode == "wd_free":
+            first = self.optimizer.param_groups[0]["params"][0]
+            ratio = dict.fromkeys(norms, float(self.optimizer.state[first]["alpha"]) ** 2)
         power = 2 if self.config.name == "sgd" else 1
-        step = (self.lr / norms.double() ** power).mean().item()
-        if self.config.mode == "wd_free":  # its weights are α times those of SGD with decay, its learning rate α² η
-            alpha = float(self.optimizer.state[self.optimizer.param_groups[0]["params"][0]]["alpha"])
-            step *= alpha**2
-        return {"norm": norms.mean().item(), "effective_step": step}
+        steps = torch.cat([self.lr * ratio[n] / norm**power for n, norm in norms.items()])
+        return {"norm": mean, "effective_step": steps.mean().item()}
 
     def state_dict(self) -> dict[str, Any]:
         return {

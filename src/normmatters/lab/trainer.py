@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from normmatters.lab.data import ImageData, Shard, TextData, load_data
 from normmatters.lab.models import Translator, build_model
 from normmatters.lab.objective import Classification, Objective, Translation
 from normmatters.lab.regimes import Regime, build_regime, find_invariant, find_recording
-from normmatters.lab.runlog import RunError, RunFolder, RunResult
+from normmatters.lab.runlog import RunError, RunFolder, RunResult, write_atomic
 from normmatters.lab.session import first_process_first, process_group, settings
 from normmatters.lab.step import Arithmetic, Stepper
 from normmatters.lab.translate import bleu, translate
@@ -84,7 +85,7 @@ def train(
                 folder.start(config, device, fresh=not resume)
             with settings(config, device):
                 run = _Run(config, folder, device, shard, data_dir, reference_dir)
-                return run.loop(progress or (lambda _: None))
+                return run.loop(progress if progress and shard.rank == 0 else (lambda _: None))
         except RunError as error:
             _fail(folder, shard, error.kind, str(error))
             raise
@@ -247,8 +248,9 @@ class _Run:
             "random": checkpoint.random_state(),
         }
 
-    def _save(self, epoch: int) -> None:
-        checkpoint.save(self.folder.checkpoints, epoch, self._state(epoch), self.config.runtime.keep_checkpoints)
+    def _save(self, epoch: int, keep: int | None = None) -> None:
+        keep = keep or self.config.runtime.keep_checkpoints
+        checkpoint.save(self.folder.checkpoints, epoch, self._state(epoch), keep)
 
     def _resume(self) -> int:
         """Load the newest good checkpoint; the number of epochs that are done."""
@@ -282,7 +284,7 @@ class _Run:
         summary = self._summary("finished")
         if self.shard.rank == 0:
             self._save_norms()
-            self._save(len(self.rows))
+            self._save(len(self.rows), keep=1)
             self.folder.finish(summary)
         return RunResult("finished", self.folder.path, summary)
 
@@ -295,9 +297,9 @@ class _Run:
 
     def _save_norms(self) -> None:
         if self.regime.recorder is not None and self.rows:
-            partial = self.folder.path / ".norms.tmp"
-            self.regime.recorder.save(str(partial))
-            partial.replace(self.folder.path / "norms.safetensors")
+            with tempfile.TemporaryDirectory() as scratch:  # a full disk there is not the run's, and tells so itself
+                self.regime.recorder.save(f"{scratch}/norms")
+                write_atomic(self.folder.path / "norms.safetensors", Path(scratch, "norms").read_bytes())
 
     def _summary(self, status: str) -> dict[str, Any]:
         seconds = [r["seconds"] for r in self.rows]
