@@ -254,9 +254,14 @@ class _Run:
 
     def _resume(self) -> int:
         """Load the newest good checkpoint; the number of epochs that are done."""
-        state, damaged = (
-            checkpoint.load(self.folder.checkpoints, self.device) if self.folder.path.is_dir() else (None, [])
-        )
+        state, damaged = None, list[str]()
+        if self.shard.rank == 0:
+            where = self.device if self.shard.world == 1 else "cpu"
+            state, damaged = checkpoint.load(self.folder.checkpoints, where)
+        if self.shard.world > 1:  # the folder may be on the first process's machine only
+            box = [state]
+            dist.broadcast_object_list(box, src=0)
+            state = box[0]
         self.messages += damaged
         if state is None:
             if self.shard.rank == 0:
