@@ -16,7 +16,11 @@ from normmatters.lab.config import to_toml
 from normmatters.lab.trainer import train
 
 RUNS = {
-    "images": small_run(optim={"epochs": 2, "milestones": [1]}, model={"name": "resnet8", "width": 0.5}),
+    "images": small_run(
+        data={"batch_size": 10, "train_size": 60},
+        optim={"epochs": 2, "milestones": [1]},
+        model={"name": "resnet8", "width": 0.5},
+    ),
     "text": small_run(
         data={"name": "numbers", "vocab_size": 100, "tokens": 300, "train_size": 150, "val_size": 20},
         model={"name": "transformer", "d_model": 16, "layers": 1, "heads": 2, "d_ff": 16, "dropout": 0.0, "norm": "l2"},
@@ -67,7 +71,7 @@ def test_two_processes_equal_one(tmp_path: Path) -> None:
         for a, b in zip(one, two):
             assert a.keys() == b.keys()
             for key in ("train_loss", "val_loss", "norm"):
-                # float32 sums in another order, over a few steps that amplify the difference
-                assert b[key] == pytest.approx(a[key], rel=2e-3), (name, key)
+                # only float32 sums in another order; norms that are not synchronized differ by 1e-3
+                assert b[key] == pytest.approx(a[key], rel=2e-5), (name, key)
         environment = json.loads((tmp_path / "two" / name / "environment.json").read_text())
         assert environment["world_size"] == 2
