@@ -12,16 +12,52 @@ __all__ = ["LIMIT", "english", "german", "splits"]
 
 LIMIT = 10_000
 
-_EN_ONES = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
-    "eighteen nineteen"
-).split()
-_EN_TENS = "- - twenty thirty forty fifty sixty seventy eighty ninety".split()
-_DE_ONES = (
-    "null eins zwei drei vier fünf sechs sieben acht neun zehn elf zwölf dreizehn vierzehn fünfzehn sechzehn siebzehn "
-    "achtzehn neunzehn"
-).split()
-_DE_TENS = "- - zwanzig dreißig vierzig fünfzig sechzig siebzig achtzig neunzig".split()
+_EN_ONES = [
+    "zero",
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+    "eleven",
+    "twelve",
+    "thirteen",
+    "fourteen",
+    "fifteen",
+    "sixteen",
+    "seventeen",
+    "eighteen",
+    "nineteen",
+]
+_EN_TENS = ["-", "-", "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
+_DE_ONES = [
+    "null",
+    "eins",
+    "zwei",
+    "drei",
+    "vier",
+    "fünf",
+    "sechs",
+    "sieben",
+    "acht",
+    "neun",
+    "zehn",
+    "elf",
+    "zwölf",
+    "dreizehn",
+    "vierzehn",
+    "fünfzehn",
+    "sechzehn",
+    "siebzehn",
+    "achtzehn",
+    "neunzehn",
+]
+_DE_TENS = ["-", "-", "zwanzig", "dreißig", "vierzig", "fünfzig", "sechzig", "siebzig", "achtzig", "neunzig"]
 
 
 def english(number: int) -> str:
@@ -65,7 +101,7 @@ def german(number: int) -> str:
 
 
 def splits(train: int = 2000, val: int = 300, test: int = 300, seed: int = 0) -> dict[str, tuple[list[str], list[str]]]:
-    """``{"train": (english, german), "val": ..., "test": ...}``: disjoint draws from 0..9999, the same for one ``seed``."""
+    """``{"train": (english, german), "val": ..., "test": ...}``: disjoint draws from 0..9999, fixed by ``seed``."""
     if min(train, val, test) < 0 or train + val + test > LIMIT:
         raise ValueError(f"expected sizes of at least 0 that sum to at most {LIMIT}, got {train}, {val} and {test}")
     numbers = list(range(LIMIT))
