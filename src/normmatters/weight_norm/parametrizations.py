@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from normmatters.functional.weight import bounded_weight, check_norm, check_rho, check_slices, slice_norm
+from normmatters.weight_norm.ready import ReadyWeight
 
 __all__ = ["BoundedWeight", "ClassicWeight", "initial_rho"]
 
@@ -63,10 +64,12 @@ class BoundedWeight(nn.Module):
         super().__init__()
         self.dim, self.p, self.k = dim, p, k
         self.from_init = from_init
+        self.ready = ReadyWeight()
         self.register_buffer("rho", value)
 
     def forward(self, v: Tensor) -> Tensor:
-        return bounded_weight(v, self.rho, dim=self.dim, p=self.p, k=self.k)
+        ready = self.ready.weight_for(v)
+        return bounded_weight(v, self.rho, dim=self.dim, p=self.p, k=self.k) if ready is None else ready
 
     def right_inverse(self, weight: Tensor) -> Tensor:
         """``module.weight = w`` sets v: the directions of w are taken over, its norms are not."""

@@ -19,8 +19,8 @@ from torch import Tensor
 DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 INF = 0  # p = ∞, as the kernels see it
 
-# Tiles of 4096 elements: (rows, columns) by the longest row that each is for. The last one loops along its row.
-TILES = ((32, 128), (8, 512), (2, 2048), (1, 4096))
+# Tiles of 2048 elements: rows, and the longest row that each is for. The last one loops along longer rows.
+TILES = ((16, 128), (4, 512), (1, 2048))
 # Elements that one wide load takes (float32).
 _WIDE = 4
 _MAX_TABLES = 256
@@ -56,9 +56,7 @@ def _row_norms(v_ptr, row, rows, n, P: tl.constexpr, R: tl.constexpr, B: tl.cons
 
 
 @triton.jit
-def _forward_rows(
-    v_ptr, w_ptr, norm_ptr, rho, first, rows, n, P: tl.constexpr, R: tl.constexpr, B: tl.constexpr
-):
+def _forward_rows(v_ptr, w_ptr, norm_ptr, rho, first, rows, n, P: tl.constexpr, R: tl.constexpr, B: tl.constexpr):
     row = first + tl.arange(0, R).to(tl.int64)
     column = tl.arange(0, B)
     norm = _row_norms(v_ptr, row, rows, n, P, R, B)
@@ -128,13 +126,11 @@ def forward_kernel(
 ):
     first, rows, n, offset, norms, v_ptr, rho = _task(addresses_ptr, layers_ptr, tasks_ptr, tensors, V, WIDE)
     if n <= 128:
-        _forward_rows(v_ptr, w_ptr + offset, norm_ptr + norms, rho, first, rows, n, P, 32, 128)
+        _forward_rows(v_ptr, w_ptr + offset, norm_ptr + norms, rho, first, rows, n, P, 16, 128)
     elif n <= 512:
-        _forward_rows(v_ptr, w_ptr + offset, norm_ptr + norms, rho, first, rows, n, P, 8, 512)
-    elif n <= 2048:
-        _forward_rows(v_ptr, w_ptr + offset, norm_ptr + norms, rho, first, rows, n, P, 2, 2048)
+        _forward_rows(v_ptr, w_ptr + offset, norm_ptr + norms, rho, first, rows, n, P, 4, 512)
     else:
-        _forward_rows(v_ptr, w_ptr + offset, norm_ptr + norms, rho, first, rows, n, P, 1, 4096)
+        _forward_rows(v_ptr, w_ptr + offset, norm_ptr + norms, rho, first, rows, n, P, 1, 2048)
 
 
 @triton.jit
@@ -152,13 +148,11 @@ def backward_kernel(
 ):
     first, rows, n, offset, norms, v_ptr, rho = _task(addresses_ptr, layers_ptr, tasks_ptr, tensors, V, WIDE)
     if n <= 128:
-        _backward_rows(g_ptr + offset, v_ptr, dv_ptr + offset, norm_ptr + norms, rho, first, rows, n, P, 32, 128)
+        _backward_rows(g_ptr + offset, v_ptr, dv_ptr + offset, norm_ptr + norms, rho, first, rows, n, P, 16, 128)
     elif n <= 512:
-        _backward_rows(g_ptr + offset, v_ptr, dv_ptr + offset, norm_ptr + norms, rho, first, rows, n, P, 8, 512)
-    elif n <= 2048:
-        _backward_rows(g_ptr + offset, v_ptr, dv_ptr + offset, norm_ptr + norms, rho, first, rows, n, P, 2, 2048)
+        _backward_rows(g_ptr + offset, v_ptr, dv_ptr + offset, norm_ptr + norms, rho, first, rows, n, P, 4, 512)
     else:
-        _backward_rows(g_ptr + offset, v_ptr, dv_ptr + offset, norm_ptr + norms, rho, first, rows, n, P, 1, 4096)
+        _backward_rows(g_ptr + offset, v_ptr, dv_ptr + offset, norm_ptr + norms, rho, first, rows, n, P, 1, 2048)
 
 
 class Tables(NamedTuple):

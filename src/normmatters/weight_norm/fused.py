@@ -1,0 +1,140 @@
+"""All bounded weights of a model in a few launches, once a forward pass."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from normmatters.weight_norm.parametrizations import BoundedWeight
+from normmatters.weight_norm.parametrized import own_parametrization
+
+__all__ = ["fuse", "unfuse"]
+
+M = TypeVar("M", bound=nn.Module)
+
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+# Autocast runs these in low precision: their weights are made in that precision, so that nothing is left to cast.
+_LOW_PRECISION = (
+    nn.Linear,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+)
+
+
+def fuse(model: M) -> M:
+    """Compute all bounded weights of ``model`` together at the start of each of its forward passes, in place.
+
+    On a GPU this takes a few kernels instead of several for each layer, and under autocast the weights of linear and
+    convolutional layers come out in the precision they are used in. Values and gradients are those of
+    :func:`bounded_weight_norm`; a layer called outside the model's forward pass computes its weight itself, as before.
+    So does every layer that the kernels cannot take: on a CPU, in float64, Top(k), other p than 1, 2 and ∞, slices
+    along another dimension than 0. Nothing is added to the state dict; copies of the model are fused too.
+
+    The gradients of all fused weights come out together, at the end of the backward pass. With
+    ``DistributedDataParallel`` their exchange therefore does not overlap with it: fuse the model's blocks, one by one,
+    if that time matters.
+
+    Call it again after adding or removing weight norm.
+
+    Args:
+        model: any module whose ``forward`` uses the layers; wrap it (DDP, ``torch.compile``) after or before.
+
+    Raises:
+        ValueError: no layer of ``model`` has bounded weight norm.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> report = apply_weight_norm(model)
+        >>> fuse(model)(torch.randn(3, 4)).shape
+        torch.Size([3, 2])
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a module, got {type(model).__name__}")
+    layers = [
+        _Layer(stack, norm, isinstance(owner, _LOW_PRECISION))
+        for owner in model.modules()
+        if parametrize.is_parametrized(owner)
+        for name, stack in owner.parametrizations.items()  # type: ignore[union-attr, operator]
+        if isinstance(norm := own_parametrization(owner, name), BoundedWeight)
+    ]
+    if not layers:
+        raise ValueError(f"found no bounded weight norm to fuse in {type(model).__name__}")
+    unfuse(model)
+    fusion = _Fusion(layers)
+    model.register_forward_pre_hook(fusion.before, prepend=True)
+    model.register_forward_hook(fusion.after, always_call=True)
+    return model
+
+
+def unfuse(model: M) -> M:
+    """Undo :func:`fuse`: each layer computes its own weight again. Does nothing to a model that is not fused."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a module, got {type(model).__name__}")
+    for hooks in (model._forward_pre_hooks, model._forward_hooks):
+        for key, hook in list(hooks.items()):
+            if isinstance(getattr(hook, "__self__", None), _Fusion):
+                del hooks[key]
+                model._forward_hooks_always_called.pop(key, None)
+    return model
+
+
+class _Layer(NamedTuple):
+    stack: Any  # the ParametrizationList, which has v as ``original``
+    norm: BoundedWeight
+    low_precision: bool
+
+
+class _Fusion:
+    """The hooks. An object and not closures, so that a copied model gets hooks for its own layers."""
+
+    def __init__(self, layers: list[_Layer]) -> None:
+        self.layers = layers
+
+    def before(self, model: nn.Module, args: Any) -> None:
+        if not _HAS_TRITON or _plain_only(model):
+            return
+        from normmatters.kernels.weight_norm_ops import bounded_weights_of, supported
+
+        # One call for all weights that agree in these; in most models, for all.
+        groups: dict[tuple[torch.device, torch.dtype, torch.dtype, float], list[_Layer]] = {}
+        for layer in self.layers:
+            v, norm = layer.stack.original, layer.norm
+            if type(v) not in (nn.Parameter, Tensor):
+                continue
+            if supported(v, norm.rho, dim=norm.dim, p=norm.p, k=norm.k) is None:
+                key = (v.device, v.dtype, _dtype_for(v, layer.low_precision), float(norm.p))
+                groups.setdefault(key, []).append(layer)
+        for (_, _, dtype, p), layers in groups.items():
+            v, rho = [layer.stack.original for layer in layers], [layer.norm.rho for layer in layers]
+            for layer, weight in zip(layers, bounded_weights_of(v, rho, p, dtype)):
+                layer.norm.ready.put(weight)
+
+    def after(self, model: nn.Module, args: Any, output: Any) -> None:
+        for layer in self.layers:
+            layer.norm.ready.clear(layer.stack.original)
+
+
+def _dtype_for(v: Tensor, low_precision: bool) -> torch.dtype:
+    device = v.device.type
+    if low_precision and v.dtype != torch.float64 and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return v.dtype
+
+
+def _plain_only(model: nn.Module) -> bool:
+    """Whether something is going on that a kernel on addresses cannot take part in."""
+    if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined]
+        return True  # exported programs are to run without this library
+    if torch.compiler.is_compiling():
+        return False
+    # Replicas of DataParallel share this object; function transforms hand over tensors without memory.
+    return getattr(model, "_is_replica", False) or torch._C._are_functorch_transforms_active()

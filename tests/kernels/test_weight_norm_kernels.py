@@ -1,0 +1,431 @@
+"""All bounded weights of a model at once, against each layer's own: on a GPU, or through Triton's interpreter."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+pytest.importorskip("triton")
+
+import tolerances
+from normmatters.functional import bounded_weight
+from normmatters.functional.weight import slice_norm
+from normmatters.kernels import weight_norm_ops as ops
+from normmatters.kernels.triton import weight_norm as kernels
+from normmatters.weight_norm import apply_weight_norm, fuse, remove_weight_norm, unfuse
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
+ORDERS = [1, 2, math.inf]
+
+
+# The kernels ----------------------------------------------------------------------------------------------------------
+
+
+def tensors() -> list[Tensor]:
+    """Every class of row length, odd ones among them, several rows a tile and several tiles, both memory orders."""
+    shapes = [(5, 3), (1, 1), (6, 4, 3, 3), (19, 8, 1, 1), (9, 65), (3, 700), (2, 2100)]
+    made = [torch.randn(shape, device=DEVICE) for shape in shapes]
+    return [x.to(memory_format=torch.channels_last) if x.ndim == 4 else x for x in made]
+
+
+def check_weights(v: list[Tensor], p: float, dtype: torch.dtype) -> None:
+    v = [x.detach().requires_grad_() for x in v]
+    rho = [torch.tensor(0.5 + i, device=DEVICE) for i in range(len(v))]
+    for x, r in zip(v, rho):
+        assert ops.supported(x, r, dim=0, p=p, k=None) is None
+    weights = ops.bounded_weights_of(v, rho, p, dtype)
+    gradients = [torch.randn(w.shape, device=DEVICE).to(dtype) for w in weights]
+    torch.autograd.backward(weights, gradients)
+    for x, r, w, g in zip(v, rho, weights, gradients):
+        reference = x.detach().double().requires_grad_()
+        expected = bounded_weight(reference, r.double(), p=p)
+        expected.backward(g.double())
+        n = x.numel() // x.shape[0]
+        assert w.dtype == dtype
+        assert w.stride() == x.stride()
+        assert x.grad is not None
+        assert x.grad.stride() == x.stride()
+        assert x.grad.dtype == x.dtype
+        close(w, expected, tolerances.statistic(dtype, n) + tolerances.elementwise(dtype))
+        # The two terms of the gradient may cancel: their size is that of rho·g/‖v‖.
+        norm = slice_norm(reference.detach(), p=p)
+        size = float((r * g.abs() / torch.where(norm == 0, 1, norm)).max())
+        close(x.grad, reference.grad, tolerances.statistic(x.dtype, n) + tolerances.elementwise(x.dtype), size)
+
+
+def close(ours: Tensor, reference: Tensor | None, bound: float, size: float = 0.0) -> None:
+    assert reference is not None
+    largest = max(size, float(reference.detach().abs().max()))
+    torch.testing.assert_close(ours.double(), reference.double(), rtol=0, atol=bound * largest)
+
+
+@pytest.mark.parametrize("p", ORDERS)
+def test_values_and_gradients(p, poisoned_empty):
+    check_weights(tensors(), p, torch.float32)
+
+
+@pytest.mark.parametrize(("dtype", "out"), [(torch.float32, torch.float16), (torch.bfloat16, torch.bfloat16)])
+def test_half_precision(dtype, out):
+    check_weights([x.to(dtype) for x in tensors()], 2, out)
+
+
+@pytest.mark.parametrize("p", ORDERS)
+def test_zero_rows_ties_and_extreme_scales(p):
+    v = torch.randn(6, 12, device=DEVICE)
+    v[0] = 0
+    v[1] = torch.tensor([1.0, -1.0, 0.0], device=DEVICE).repeat(4)  # at p = ∞ eight elements share the gradient
+    v[2, ::2] = 0
+    check_weights([v], p, torch.float32)
+    for scale in (1e-30, 1e30):  # their squares are outside float32's range
+        check_weights([torch.randn(3, 20, device=DEVICE) * scale], p, torch.float32)
+
+
+def test_unaligned_storage():
+    """A parameter that starts anywhere in memory, and one whose rows do."""
+    flat = torch.randn(100, device=DEVICE)
+    check_weights([flat[1:81].view(10, 8), torch.randn(3, 8, device=DEVICE)], 2, torch.float32)
+
+
+def test_supported():
+    v, rho = torch.zeros(4, 3, device=DEVICE), torch.ones((), device=DEVICE)
+
+    def reason(v: Tensor, rho: Tensor = rho, *, dim: int | None = 0, p: float = 2, k: int | None = None) -> str:
+        return str(ops.supported(v, rho, dim=dim, p=p, k=k))
+
+    assert reason(v) == "None"
+    assert reason(v, dim=-2) == "None"
+    assert "float64" in reason(v.double())
+    assert "dimension 0" in reason(v, dim=1)
+    assert "dimension 0" in reason(v, dim=None)
+    assert "p = 3" in reason(v, p=3)
+    assert "k = 2" in reason(v, p=math.inf, k=2)
+    assert "dense" in reason(v.t())
+    assert "dense" in reason(v[:, :2])
+    assert "meta" in reason(v.to("meta"))
+
+
+def test_opcheck():
+    v = [torch.randn(3, 5, device=DEVICE, requires_grad=True), torch.randn(2, 4, device=DEVICE, requires_grad=True)]
+    rho = [torch.ones((), device=DEVICE)] * 2
+    torch.library.opcheck(ops.bounded_weights, (v, rho, 2, torch.bfloat16))
+    flat, norms = ops.bounded_weights(v, rho, kernels.INF, torch.float32)
+    plain = [x.detach() for x in v]
+    torch.library.opcheck(ops.bounded_weights_backward, (flat.detach(), plain, rho, norms, kernels.INF))
+
+
+# The model ------------------------------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    """A convnet with a layer that autocast must not reach, and a part that may be checkpointed."""
+
+    def __init__(self, reentrant: bool | None = None) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3)
+        self.body = nn.Sequential(nn.Conv2d(8, 8, 1), nn.Tanh(), nn.Conv2d(8, 4, 3))
+        self.head = nn.Linear(16, 5)
+        self.exact = nn.Linear(5, 4)
+        self.reentrant = reentrant
+        self.fail = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        if self.reentrant is None:
+            x = self.body(x)
+        else:
+            x = checkpoint(self.body, x, use_reentrant=self.reentrant)  # type: ignore[assignment]
+        if self.fail:
+            raise RuntimeError("on purpose")
+        x = self.head(x.flatten(1))
+        with torch.autocast(DEVICE, enabled=False):
+            return self.exact(x.float())  # type: ignore[no-any-return]
+
+
+def net(p: float = 2, reentrant: bool | None = None) -> Net:
+    torch.manual_seed(1)
+    model = Net(reentrant).to(DEVICE)
+    apply_weight_norm(model, p=p)
+    return model
+
+
+BATCH = torch.linspace(-2, 2, 2 * 3 * 36).sin().view(2, 3, 6, 6)
+
+
+def step(model: nn.Module, autocast: torch.dtype | None = None) -> list[Tensor]:
+    """The output and all gradients."""
+    model.zero_grad()
+    with torch.autocast(DEVICE, autocast or torch.bfloat16, enabled=autocast is not None):
+        y = model(BATCH.to(DEVICE))
+    y.square().sum().backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    assert len(gradients) == 10
+    return [y.detach(), *gradients]
+
+
+def same(ours: list[Tensor], reference: list[Tensor], bound: float = 1e-6) -> None:
+    for a, b in zip(ours, reference, strict=True):
+        assert a.dtype == b.dtype
+        close(a, b, bound)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Which kernels were launched, so that no test passes by way of the plain path."""
+    made: list[str] = []
+    for name in ("forward", "backward"):
+        launch = getattr(kernels, name)
+        monkeypatch.setattr(
+            kernels, name, lambda *args, launch=launch, name=name: (made.append(name), launch(*args))[1]
+        )
+    return made
+
+
+@pytest.mark.parametrize("p", ORDERS)
+def test_model_computes_the_same(p, calls):
+    same(step(fuse(net(p))), step(net(p)))
+    assert calls == ["forward", "backward"]
+
+
+def test_autocast_gets_its_precision(calls):
+    """Weights come out in fp16, except for the layer that is called with autocast off. fp16: rounding, not formula."""
+    model = fuse(net())
+    seen = {}
+    for name in ("stem", "exact"):
+        getattr(model, name).register_forward_pre_hook(lambda m, _, name=name: seen.update({name: m.weight.dtype}))
+    found = step(model, torch.float16)
+    assert seen == {"stem": torch.float16, "exact": torch.float32}
+    assert calls == ["forward", "backward"]
+    same(found, step(net(), torch.float16), 16 * torch.finfo(torch.float16).eps)
+
+
+def test_weights_are_fresh_at_every_pass(calls):
+    """Optimizer steps, accumulation over two passes, and passes whose graphs live side by side."""
+    ours, reference = fuse(net()), net()
+    results = []
+    for model in (ours, reference):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for _ in range(2):
+            optimizer.zero_grad()
+            first, second = model(BATCH.to(DEVICE)), model(-BATCH.to(DEVICE))
+            (first.square().sum() + second.exp().sum()).backward()
+            model(BATCH.to(DEVICE)).sum().backward()
+            optimizer.step()
+        results.append([first.detach(), *(p.detach() for p in model.parameters())])
+    same(*results, bound=1e-5)
+    assert len(calls) == 2 * 6
+
+
+def test_outside_the_pass_layers_compute_their_own(calls):
+    model = fuse(net())
+    step(model)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(2).add_(0.01)
+    fresh = bounded_weight(model.stem.parametrizations.weight.original, model.stem.parametrizations.weight[0].rho)
+    assert torch.equal(model.stem.weight, fresh)
+    assert model.stem.weight.requires_grad
+    model.fail = True
+    with pytest.raises(RuntimeError, match="on purpose"):
+        model(BATCH.to(DEVICE))
+    with torch.no_grad():
+        model.stem.parametrizations.weight.original.neg_()
+    torch.testing.assert_close(model.stem.weight, -fresh)
+
+
+def test_eval_without_grad(calls):
+    model, reference = fuse(net()).eval(), net().eval()
+    with torch.no_grad():
+        close(model(BATCH.to(DEVICE)), reference(BATCH.to(DEVICE)), 1e-6)
+    with torch.inference_mode():
+        close(model(BATCH.to(DEVICE)), reference(BATCH.to(DEVICE)), 1e-6)
+    assert calls == ["forward"] * 2
+
+
+@pytest.mark.parametrize("autocast", [None, torch.float16])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(reentrant, autocast, calls):
+    """What runs again in the backward pass must see the weights it saw before (or, if reentrant, compute them)."""
+    model = fuse(net(reentrant=reentrant))
+    same(step(model, autocast), step(net(), autocast), 1e-6 if autocast is None else 2e-2)
+    assert calls == ["forward", "backward"]
+
+
+def test_copies_are_fused_on_their_own(calls):
+    model = fuse(net())
+    expected = step(net())
+    step(model)
+    copied, loaded = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(1)
+    calls.clear()
+    same(step(copied), expected)
+    same(step(loaded), expected)
+    assert calls == ["forward", "backward"] * 2
+    assert sorted(copied.state_dict()) == sorted(net().state_dict())
+
+
+def test_unfuse_and_remove(calls):
+    model = fuse(fuse(net()))
+    expected = step(model)
+    assert calls == ["forward", "backward"]
+    same(step(unfuse(model)), expected)
+    assert calls == ["forward", "backward"]
+    assert not model._forward_hooks
+    assert not model._forward_hooks_always_called
+    fuse(model)
+    y = model(BATCH.to(DEVICE))
+    close(remove_weight_norm(model)(BATCH.to(DEVICE)), y, 1e-6)
+    with pytest.raises(ValueError, match="found no bounded weight norm to fuse in Net"):
+        fuse(model)
+    with pytest.raises(TypeError, match="expected a module, got int"):
+        fuse(3)
+
+
+def test_layers_that_the_kernels_cannot_take_stay_as_they_are(calls):
+    def mixed() -> nn.Sequential:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.ConvTranspose1d(3, 4, 2), nn.Linear(6, 5), nn.Linear(5, 4)).to(DEVICE)
+        apply_weight_norm(model, filter=lambda name, _: name != "1")  # the first one along dimension 1
+        apply_weight_norm(model, p=math.inf, k=2)
+        return model
+
+    def run(model: nn.Sequential, dtype: torch.dtype) -> list[Tensor]:
+        y = model.to(dtype)(BATCH.to(DEVICE, dtype)[:, :, 0, :5])
+        return [y.detach(), *torch.autograd.grad(y.square().sum(), list(model.parameters()))]
+
+    same(run(fuse(mixed()), torch.float32), run(mixed(), torch.float32))
+    assert calls == ["forward", "backward"]  # for the last one
+    same(run(fuse(mixed()), torch.float64), run(mixed(), torch.float64), 0)
+    assert calls == ["forward", "backward"]
+
+
+@pytest.mark.parametrize("autocast", [None, torch.float16])
+def test_compiled_in_one_graph(autocast, calls):
+    torch._dynamo.reset()
+    model = fuse(net())
+    compiled = torch.compile(model, fullgraph=True, backend="inductor" if DEVICE == "cuda" else "aot_eager")
+    for _ in range(2):
+        same(step(compiled, autocast), step(net(), autocast), 1e-5 if autocast is None else 2e-2)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(1)
+    assert calls == ["forward", "backward"] * 2
+
+
+def test_distributed_data_parallel(calls, tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = nn.parallel.DistributedDataParallel(fuse(net()))
+        same(step(model), step(net()))
+        same(step(model), step(net()))
+    finally:
+        torch.distributed.destroy_process_group()
+    assert calls == ["forward", "backward"] * 2
+
+
+def test_function_transforms_take_the_plain_path(calls):
+    model, reference = fuse(net()), net()
+
+    def loss(model: nn.Module, parameters: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(model, parameters, BATCH.to(DEVICE)).square().sum()  # type: ignore[no-any-return]
+
+    values = {name: p.detach() for name, p in model.named_parameters()}
+    ours = torch.func.grad(lambda v: loss(model, v))(values)
+    expected = torch.func.grad(lambda v: loss(reference, v))(values)
+    same(list(ours.values()), list(expected.values()))
+    assert calls == []
+    swapped = {name: value.neg().requires_grad_() for name, value in values.items()}
+    close(loss(model, swapped), loss(reference, swapped), 1e-6)
+    assert calls == ["forward"]
+
+
+# On a GPU, at real sizes ----------------------------------------------------------------------------------------------
+
+
+def resnet50_shapes() -> list[tuple[int, ...]]:
+    shapes: list[tuple[int, ...]] = [(64, 3, 7, 7)]
+    inputs = 64
+    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for block in range(blocks):
+            shapes += [(width, inputs, 1, 1), (width, width, 3, 3), (4 * width, width, 1, 1)]
+            shapes += [(4 * width, inputs, 1, 1)] if block == 0 else []
+            inputs = 4 * width
+    return [*shapes, (1000, 2048)]
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("p", ORDERS)
+def test_resnet50_weights_and_an_embedding(p, poisoned_empty):
+    v = [torch.randn(shape, device=DEVICE) for shape in resnet50_shapes()]
+    v = [x.to(memory_format=torch.channels_last) if x.ndim == 4 else x for x in v]
+    check_weights([*v, torch.randn(20001, 100, device=DEVICE), torch.randn(2, 2**21, device=DEVICE)], p, torch.float32)
+    check_weights(v, p, torch.bfloat16)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_bitwise_repeatable():
+    v = [torch.randn(shape, device=DEVICE) for shape in resnet50_shapes()]
+    rho = [torch.ones((), device=DEVICE)] * len(v)
+    first = kernels.forward(v, rho, 2, torch.bfloat16)
+    second = kernels.forward(v, rho, 2, torch.bfloat16)
+    assert torch.equal(first[0], second[0])
+    g = torch.randn_like(first[0])
+    assert torch.equal(*(kernels.backward(g, v, rho, norms, 2) for _, norms in (first, second)))
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_cuda_graph_of_training_steps(autocast):
+    def train(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+    def update(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+        optimizer.zero_grad()
+        with torch.autocast(DEVICE, autocast or torch.bfloat16, enabled=autocast is not None, cache_enabled=False):
+            y = model(x)
+        y.square().sum().backward()
+        optimizer.step()
+
+    captured, reference, x = fuse(net()), fuse(net()), BATCH.to(DEVICE)
+    optimizers = train(captured), train(reference)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            update(captured, optimizers[0], x)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        update(captured, optimizers[0], x)
+    for _ in range(3):
+        graph.replay()
+    for _ in range(6):
+        update(reference, optimizers[1], x)
+    for ours, expected in zip(captured.parameters(), reference.parameters()):
+        torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_reduce_overhead_mode_follows_the_optimizer():
+    """A compiled graph that is replayed must read the parameters as they are now."""
+    torch._dynamo.reset()
+    model, reference = fuse(net()), net()
+    compiled = torch.compile(model, fullgraph=True, mode="reduce-overhead")
+    for _ in range(5):
+        same([t.clone() for t in step(compiled)], step(reference), 1e-4)
+        with torch.no_grad():
+            for a, b in zip(model.parameters(), reference.parameters()):
+                a.add_(0.01)
+                b.add_(0.01)
