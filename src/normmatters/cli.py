@@ -285,9 +285,12 @@ def report(
 def bench(
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[NAME]...", help="layers resnet50 layernorm weightnorm optim; all when none is named."),
+        typer.Argument(metavar="[NAME]...", help="layers resnet50 layernorm weightnorm optim cpu; all by default."),
     ] = None,
     smoke: Annotated[bool, typer.Option("--smoke", help="Small shapes, a few seconds, any machine.")] = False,
+    only: Annotated[
+        list[str] | None, typer.Option(metavar="WORD", help="Rows with this word, such as fp16 or l1. May be repeated.")
+    ] = None,
     device: Annotated[
         str | None, typer.Option(help="cpu, cuda or cuda:1.", show_default="a GPU where there is one")
     ] = None,
@@ -302,7 +305,7 @@ def bench(
     """
     from normmatters import bench as package
 
-    raise typer.Exit(package.run(list(names or []), smoke=smoke, device=device, out=out))
+    raise typer.Exit(package.run(list(names or []), smoke=smoke, device=device, out=out, only=only or ()))
 
 
 @app.command(rich_help_panel="The library")

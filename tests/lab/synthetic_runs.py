@@ -34,29 +34,29 @@ def write_run(
     folder = root / cfg.experiment / cfg.cell / f"seed{seed}"
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(config.to_json(cfg))
-    (folder / "environment.json").write_text(json.dumps({"device": device, "torch": "2.13.0", "python": "3.12"}))
+    (folder / "environment.json").write_text(json.dumps({"device": device, "torch": "2.13.0"}))
     text = cfg.data.name in ("text", "numbers")
     rows: list[dict[str, Any]] = []
     for epoch in range(1, epochs + 1):
         part = 1 - math.exp(-speed * epoch / epochs * 3)
         last = epoch == epochs
         row = {"epoch": epoch, "train_loss": 2.3 * (1 - part) + 0.1, "val_loss": 2.3 * (1 - part) + 0.2, "lr": 0.1}
-        row |= {"seconds": seconds, "norm_mean": 1 + 0.1 * epoch, "effective_step_mean": 0.1 / (1 + 0.1 * epoch) ** 2}
+        row |= {"seconds": seconds, "norm": 1 + 0.1 * epoch, "effective_step": 0.1 / (1 + 0.1 * epoch) ** 2}
         row["val_ppl" if text else "val_acc"] = (
-            (ppl if last else ppl + 50 * (1 - part)) if text else (final if last else final * part)
+            (ppl if last else ppl + 50 * (1 - part)) if text else 100 * (final if last else final * part)
         )
-        if diverge and last:
-            row |= {"train_loss": math.nan, "val_loss": math.nan, "val_acc": 0.1}
-        rows.append(row)
+        if last and text:
+            row["bleu"] = bleu
+        if not (diverge and last):  # the epoch in which the loss is no number is not logged
+            rows.append(row)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     if diverge:
         (folder / "error.json").write_text(json.dumps({"kind": "nan", "message": "loss is nan"}))
     elif error is not None:
         (folder / "error.json").write_text(json.dumps({"type": "RuntimeError", "message": error}))
     elif finished:
-        summary = {"epochs": epochs, "val_examples": 1000, "seconds": seconds * epochs}
+        summary = {"status": "finished", "seconds": seconds * epochs}
         summary |= {"peak_memory": memory} if memory is not None else {}
-        summary |= {"bleu": bleu} if text else {}
         (folder / "summary.json").write_text(json.dumps(summary))
     return folder
 

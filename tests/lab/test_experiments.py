@@ -38,7 +38,12 @@ def test_the_paper_is_covered() -> None:
 def test_the_body_is_the_papers_regime() -> None:
     fig1 = load_cell("fig1/wd_on").config("full")
     assert (fig1.data.name, fig1.model.name, fig1.data.batch_size) == ("cifar10", "vgg11", 128)
-    assert (fig1.optim.lr, fig1.optim.weight_decay, fig1.optim.milestones, fig1.optim.epochs) == (0.1, 5e-4, (20, 40, 60), 80)
+    assert (fig1.optim.lr, fig1.optim.weight_decay, fig1.optim.milestones, fig1.optim.epochs) == (
+        0.1,
+        5e-4,
+        (20, 40, 60),
+        80,
+    )
     assert fig1.optim.last_layer_weight_decay == 5e-4
     bwn = load_cell("fig4/bwn").config("full")
     assert (bwn.optim.lr, bwn.optim.weight_decay, bwn.model.weight_norm) == (0.2, 0.0, "bwn")

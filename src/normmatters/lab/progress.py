@@ -22,10 +22,10 @@ __all__ = ["RunsView", "metric_text"]
 
 def metric_text(row: dict[str, float]) -> str:
     """The number of an epoch that one looks at."""
-    if row.get("val_acc") is not None:
-        return f"{100 * row['val_acc']:.2f} %"
     if row.get("val_ppl") is not None:
         return f"ppl {row['val_ppl']:.2f}"
+    if row.get("val_acc") is not None:
+        return f"{row['val_acc']:.2f} %"
     return ""
 
 

@@ -162,7 +162,7 @@ class Runner:
         kind = "forkserver" if "forkserver" in mp.get_all_start_methods() else "spawn"
         self._context = mp.get_context(kind)
         if kind == "forkserver":
-            self._context.set_forkserver_preload(["normmatters.lab.trainer"])
+            self._context.set_forkserver_preload(["normmatters.lab.trainer", "sklearn.datasets", "tokenizers"])
 
     def of(self, state: State) -> list[Job]:
         return [job for job in self.jobs if job.state == state]

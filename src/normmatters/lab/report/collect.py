@@ -19,7 +19,7 @@ __all__ = ["METRICS", "Collection", "Metric", "Number", "Result", "Run", "collec
 
 @dataclass(frozen=True)
 class Metric:
-    """A quantity of one epoch: ``key`` in ``metrics.jsonl``, times ``scale``; ``complement`` is 100 minus that."""
+    """A quantity of one epoch: ``key`` in ``metrics.jsonl``, times ``scale``; or 100 minus that (``complement``)."""
 
     label: str
     key: str
@@ -37,12 +37,13 @@ class Metric:
 
 
 METRICS = {
-    "accuracy": Metric("accuracy", "val_acc", "%", 100.0),
-    "error": Metric("validation error", "val_acc", "%", 100.0, complement=True, log=True),
+    "accuracy": Metric("accuracy", "val_acc", "%"),
+    "error": Metric("validation error", "val_acc", "%", complement=True, log=True),
+    "loss": Metric("training loss", "train_loss", digits=4, log=True),
     "bleu": Metric("BLEU", "bleu", "", digits=1),
     "ppl": Metric("perplexity", "val_ppl", log=True),
-    "norm": Metric("mean ‖w‖", "norm_mean", digits=3, log=True),
-    "effective_step": Metric("mean η/‖w‖²", "effective_step_mean", digits=4, log=True),
+    "norm": Metric("mean ‖w‖", "norm", digits=3, log=True),
+    "effective_step": Metric("mean η/‖w‖²", "effective_step", digits=4, log=True),
     "seconds": Metric("seconds an epoch", "seconds", "s"),
     "memory": Metric("peak memory", "peak_memory", "GiB", 1 / 2**30),
 }
@@ -88,12 +89,23 @@ class Run:
     @property
     def diverged(self) -> bool:
         """Ended because the loss was no longer a number: a result, not a failure of the run."""
-        losses = [row[key] for row in self.metrics for key in ("train_loss", "val_loss") if row.get(key) is not None]
-        return any(not math.isfinite(x) for x in losses) or (self.error or {}).get("kind") == "nan"
+        return (self.error or {}).get("kind") == "nan"
+
+    @property
+    def on_gpu(self) -> bool:
+        """The trainer measures a peak of memory there only."""
+        return "peak_memory" in {**(self.error or {}).get("metrics", {}), **(self.summary or {})}
+
+    @property
+    def val_examples(self) -> int | None:
+        """How many images the validation set has; None for text and for sets of the user's own."""
+        data = self.config["data"]
+        whole = {"digits": 1797 - (data.get("train_size") or 1437), "cifar10": 10_000, "tiny_imagenet": 10_000}
+        whole["imagefolder"] = 50_000
+        size = whole.get(data["name"])
+        return size if size is None else min(size, data.get("val_size") or size)
 
     def last(self, metric: Metric) -> float | None:
-        if metric.key == "bleu" and self.summary is not None and (best := metric.of(self.summary)) is not None:
-            return best
         values = [v for row in self.metrics if (v := metric.of(row)) is not None]
         return values[-1] if values else metric.of(self.summary or {})
 
@@ -137,7 +149,7 @@ class Result:
         """Over seeds where there are three or more; else, for a share of images, that of a sample of their number."""
         if n >= 3 and sd is not None:
             return sd / math.sqrt(n)
-        size = next((r.summary.get("val_examples") for r in self.done if r.summary), None)
+        size = self.runs[0].val_examples
         if name in ("accuracy", "error") and size:
             share = min(max(mean / 100, 0.5 / size), 1 - 0.5 / size)  # 0 of N is not known to be 0
             return 100 * math.sqrt(share * (1 - share) / size)

@@ -191,8 +191,8 @@ def png(chart: Chart, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
-    axes = figure.add_subplot()
+    figure = Figure(figsize=(6.4, 4.2))
+    axes = figure.add_axes((0.12, 0.12, 0.86, 0.8))
     for s in chart.series:
         if not s.points:
             continue

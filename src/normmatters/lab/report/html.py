@@ -58,8 +58,8 @@ def facts(collection: Collection) -> dict[str, str]:
         "Runs": f"{len([r for r in collection.runs if r.finished or r.diverged])} of {len(collection.runs)}",
         "Seeds": f"{len(seeds)}",
         "Data": ", ".join(data),
-        "Device": str(env.get("device_name") or env.get("device") or "unknown"),
-        "torch": str(env.get("torch") or env.get("torch_version") or "unknown"),
+        "Device": str(env.get("device") or "unknown"),
+        "torch": str(env.get("torch") or "unknown"),
         "Training time": f"{seconds / 3600:.1f} h" if seconds >= 3600 else f"{seconds / 60:.1f} min",
     }
     return {k: v for k, v in found.items() if v != "unknown"}

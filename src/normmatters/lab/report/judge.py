@@ -100,19 +100,17 @@ def _follows(claim: Claim, a: Result, b: Result, c: Result | None) -> Verdict:
     here, other = _gap(a, b), _gap(c, b)
     if here is None or other is None:
         return Verdict(claim, "open", "no common epochs")
-    text = f"mean gap {here:.2f} points, WD off {other:.2f}"
+    text = f"training loss apart by ×{math.exp(here):.2f}, WD off by ×{math.exp(other):.2f}"
     return Verdict(claim, "holds" if here <= other / 2 else "fails", text)
 
 
 def _gap(a: Result, b: Result) -> float | None:
-    """Mean |a − b| over the epochs that both have, seed by seed: the same seed starts from the same weights."""
-    metric, gaps = METRICS["error"], []
-    others = {run.seed: {row["epoch"]: metric.of(row) for row in run.metrics} for run in b.done}
-    for run in a.done:
-        for row in run.metrics:
-            x, y = metric.of(row), others.get(run.seed, {}).get(row["epoch"])
-            if x is not None and y is not None:
-                gaps.append(abs(x - y))
+    """Mean |log a − log b| of the training loss over the epochs that both have, averaged over seeds first.
+
+    Not the validation error: at a large step size it jumps with the lag of the running statistics.
+    """
+    other = {epoch: mean for epoch, mean, *_ in b.curve("loss")}
+    gaps = [abs(math.log(mean / other[epoch])) for epoch, mean, *_ in a.curve("loss") if epoch in other]
     return sum(gaps) / len(gaps) if gaps else None
 
 
@@ -122,7 +120,6 @@ def _cheaper(claim: Claim, a: Result, b: Result) -> Verdict:
     if x is None or y is None:
         return Verdict(claim, "open", f"no {metric.label} recorded")
     measured = f"{x.mean:.2f} against {y.mean:.2f} {metric.unit}"
-    devices = {str(run.environment.get("device", "")) for run in (*a.done, *b.done)}
-    if not all(name.startswith("cuda") for name in devices):
+    if not all(run.on_gpu for run in (*a.done, *b.done)):
         return Verdict(claim, "open", f"{measured}: a CPU says nothing about it")
     return Verdict(claim, "holds" if x.mean < y.mean else "fails", measured)

@@ -1,0 +1,168 @@
+"""The command as a user meets it: help that teaches, errors in one line, nothing slow before it is needed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from synthetic_runs import write_run
+
+from normmatters import cli
+
+ENV = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb"}
+
+
+@dataclass
+class Done:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+Run = Callable[..., Done]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """The command in this process: starting another one for each error would take most of the time."""
+    for key in ("COLUMNS", "NO_COLOR", "TERM"):
+        monkeypatch.setenv(key, ENV[key])
+
+    def call(*words: str) -> Done:
+        monkeypatch.setattr(sys, "argv", ["normmatters", *words])
+        capsys.readouterr()
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as end:
+            code = int(end.code or 0)
+        said = capsys.readouterr()
+        return Done(code, said.out, said.err)
+
+    return call
+
+
+@pytest.mark.parametrize("command", ["reproduce", "train", "report", "bench", "explain", "data prepare"])
+def test_help_teaches_by_example(run: Run, command: str) -> None:
+    done = run(*command.split(), "--help")
+    assert done.returncode == 0
+    assert "Examples" in done.stdout
+    assert f"normmatters {command}" in done.stdout
+
+
+def test_help_loads_nothing_slow() -> None:
+    code = (
+        "import sys; sys.argv = ['normmatters', '--help']\n"
+        "from normmatters.cli import main\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "slow = {'matplotlib', 'sklearn', 'normmatters.lab.trainer', 'normmatters.lab.report'} & set(sys.modules)\n"
+        "assert not slow, slow"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=ENV)
+    assert done.returncode == 0, done.stderr
+    assert "reproduce all" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["reproduce", "fgi1"], "did you mean 'fig1'"),
+        (["reproduce", "fig1", "--preset", "quik"], "did you mean 'quick'"),
+        (["reproduce", "fig1", "--set", "optim.lrr=1"], "did you mean 'lr'"),
+        (["reproduce", "fig1", "--device", "gpu7", "--out", "OUT"], "expected auto, cpu, cuda or cuda:N"),
+        (["train", "nowhere.toml"], "no such config file"),
+        (["report", "nowhere"], "no such folder"),
+        (["data", "prepare", "cifar"], "did you mean 'cifar10'"),
+        (["bench", "laeyrs"], "laeyrs"),
+        (["explain", "--lr", "-1"], "lr"),
+    ],
+)
+def test_an_error_is_one_line(run: Run, words: list[str], message: str, tmp_path: Path) -> None:
+    done = run(*(str(tmp_path) if w == "OUT" else w for w in words))
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert message in done.stderr
+    assert done.stderr.startswith("Error: ")
+    assert done.stderr.count("\n") == 1
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []  # nothing half written
+
+
+def test_more_jobs_than_memory_is_refused_before_anything_starts(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("normmatters.lab.memory.free_bytes", lambda device: 2**30)
+    done = run("reproduce", "fig1", "--jobs", "4", "--device", "cpu", "--out", str(tmp_path))
+    assert done.returncode == 2
+    assert "at most --jobs 2" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_debug_shows_the_traceback(run: Run) -> None:
+    with pytest.raises(ValueError, match="no such folder"):
+        run("report", "nowhere", "--debug")
+
+
+def test_without_the_extra_one_line_says_what_to_install(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("raise ImportError('no typer')")
+    command, env = [sys.executable, "-m", "normmatters", "--help"], {**ENV, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
+    assert done.returncode == 1
+    assert done.stderr.strip().endswith('pip install "normmatters[lab]"')
+    assert "Traceback" not in done.stderr
+
+
+def test_a_damaged_file_and_an_unwritable_place_are_told(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "bad.toml").write_text("[optim]\nmomentun = 0.9\n")
+    done = run("train", str(tmp_path / "bad.toml"))
+    assert done.returncode == 2
+    assert "did you mean 'momentum'" in done.stderr
+    (tmp_path / "file").write_text("")
+    write_run(tmp_path / "runs", "fig1/wd_on")
+    done = run("report", str(tmp_path / "runs"), "--out", str(tmp_path / "file" / "below"))
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+
+
+def test_explain_and_report_print_their_numbers(run: Run, tmp_path: Path) -> None:
+    done = run("explain", "--lr", "0.1", "--wd", "5e-4", "--momentum", "0.9")
+    assert "0.007255 rad" in done.stdout  # sqrt(2 * 0.1 * 5e-4 / 1.9)
+    write_run(tmp_path / "runs", "fig2/resnet18_l1", final=0.9)
+    write_run(tmp_path / "runs", "fig2/resnet18_l2", final=0.901)
+    done = run("report", str(tmp_path / "runs"), "--out", str(tmp_path / "out"))
+    assert done.returncode == 0, done.stderr
+    assert "90.00 − 90.10 = -0.10" in done.stdout
+    assert str(tmp_path / "out" / "report.html") in done.stdout.replace("\n", "")
+
+
+def test_train_runs_a_cell_and_goes_on(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.toml").write_text(
+        'experiment = "mine"\ncell = "try"\n[data]\ntrain_size = 200\n[optim]\nepochs = 3\n'
+    )
+    words = ["train", "mine.toml", "--set", "optim.epochs=1", "--set", "model.norm=l1", "--device", "cpu"]
+    done = run(*words)
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "runs" / "mine" / "try" / "seed0"
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["model"]["norm"], config["optim"]["epochs"]) == ("l1", 1)
+    summary = json.loads((folder / "summary.json").read_text())
+    assert f"{summary['val_acc']:.2f} %" in done.stdout
+    again = run(*words)
+    assert again.returncode == 0
+    assert json.loads((folder / "summary.json").read_text()) == summary
+    other = run(*words, "--set", "optim.lr=0.3")
+    assert other.returncode == 2
+    assert "another" in other.stderr
+
+
+def test_data_prepare_knows_the_embedded_sets(run: Run) -> None:
+    done = run("data", "prepare", "digits")
+    assert done.returncode == 0, done.stderr
+    assert "10 classes" in done.stdout

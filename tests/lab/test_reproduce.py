@@ -1,0 +1,140 @@
+"""Plan, run, stop, go on: the orchestration on real runs that take a second or two."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from normmatters.lab.experiments import load_cell
+from normmatters.lab.memory import check_memory, need_bytes
+from normmatters.lab.report import write_report
+from normmatters.lab.reproduce import Runner, plan
+
+MICRO = ["optim.epochs=2", "data.train_size=120", "data.val_size=200", "optim.milestones=[1]", "runtime.threads=1"]
+MICRO += ["runtime.checkpoint_seconds=0"]
+ENV = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "120"}
+
+
+def command(out: Path, *words: str, sets: list[str] = MICRO) -> list[str]:
+    options = [w for s in sets for w in ("--set", s)]
+    where = ["--out", str(out), "--device", "cpu", "--seeds", "1"]
+    return [sys.executable, "-m", "normmatters", "reproduce", *words, *where, *options]
+
+
+def metrics(folder: Path) -> list[dict[str, float]]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if k not in ("seconds", "time_per_step")} for row in rows]
+
+
+def test_a_plan_has_each_run_once_and_references_first(tmp_path: Path) -> None:
+    jobs = plan(["table2", "fig2", "supp1", "fig1"], "quick", tmp_path, seeds=2)
+    assert len({job.folder for job in jobs}) == len(jobs)
+    assert {job.seed for job in jobs} == {0, 1}
+    for i, job in enumerate(jobs):
+        if job.needs is not None:
+            assert job.needs in {earlier.folder for earlier in jobs[:i]}
+    ids = [job.id for job in jobs]
+    assert "table1/resnet56_bn" in ids  # table2 shows its number
+    assert "table2/resnet56_l2" not in ids
+    alone = plan(["fig1"], "quick", tmp_path)
+    assert {job.id for job in alone if job.needs} == {"fig1/corrected", "fig1/norm_schedule"}
+
+
+def test_other_data_replaces_only_its_own_kind(tmp_path: Path) -> None:
+    jobs = {job.id: job for job in plan(["fig1", "supp2"], "cifar", tmp_path, data="digits")}
+    assert jobs["fig1/wd_on"].config.data.name == "digits"
+    assert jobs["supp2/bwn"].config.data.name == "text"
+
+
+def test_more_jobs_than_memory_is_refused() -> None:
+    configs = [load_cell("fig4/bwn").config("full", seed) for seed in range(4)]
+    need = need_bytes(configs[0], "cuda")
+    assert 20 * 2**30 < need < 80 * 2**30  # ResNet-50, batch 256, fp32
+    check_memory(configs, 2, "cuda", free=int(2.5 * need))
+    with pytest.raises(ValueError, match="at most --jobs 2"):
+        check_memory(configs, 4, "cuda", free=int(2.5 * need))
+    with pytest.raises(ValueError, match="not even one fits"):
+        check_memory(configs, 1, "cuda", free=need // 2)
+
+
+def test_a_failed_run_stops_only_what_needs_it(tmp_path: Path) -> None:
+    jobs = plan(["fig1"], "quick", tmp_path, overrides=MICRO)
+    keep = {"fig1/wd_on", "fig1/wd_off", "fig1/corrected"}
+    jobs = [job for job in jobs if job.id in keep]
+    reference = next(job for job in jobs if job.id == "fig1/wd_on")
+    reference.folder.mkdir(parents=True)
+    (reference.folder / "checkpoints").write_text("in the way")  # the run cannot make its folder
+    failed = Runner(jobs, workers=1).run()
+    assert {job.id: job.state for job in jobs} == {
+        "fig1/wd_on": "failed",
+        "fig1/wd_off": "done",
+        "fig1/corrected": "skipped",
+    }
+    assert {job.id for job in failed} == {"fig1/wd_on", "fig1/corrected"}
+    assert "checkpoints" in reference.reason
+
+
+def test_end_to_end_on_digits(tmp_path: Path) -> None:
+    done = subprocess.run(command(tmp_path, "fig1"), capture_output=True, text=True, timeout=200, env=ENV)
+    assert done.returncode == 0, done.stdout + done.stderr
+    root = tmp_path / "quick"
+    cells = {p.parent.parent.name for p in root.glob("fig1/*/seed0/summary.json")}
+    assert cells == {"wd_on", "wd_off", "corrected", "norm_schedule", "wd_free", "angular"}
+    last = metrics(root / "fig1" / "wd_on" / "seed0")[-1]
+    assert last["epoch"] == 2
+    assert f"{last['val_acc']:.2f} %" in done.stdout
+    page = (root / "report" / "report.html").read_text()
+    assert f"{last['val_acc']:.2f} %" in page
+    assert "claims hold" in done.stdout
+    assert str(root / "report" / "report.html") in done.stdout
+
+    # The same command again runs nothing, and draws the same page.
+    before = {p: p.stat().st_mtime_ns for p in root.glob("fig1/*/seed0/*.json*")}
+    again = subprocess.run(command(tmp_path, "fig1"), capture_output=True, text=True, timeout=100, env=ENV)
+    assert again.returncode == 0, again.stderr
+    assert "6 of them finished" in again.stdout
+    assert {p: p.stat().st_mtime_ns for p in root.glob("fig1/*/seed0/*.json*")} == before
+
+    # Other settings in the same place are refused, and nothing is touched.
+    other = [s if not s.startswith("optim.epochs") else "optim.epochs=3" for s in MICRO]
+    refused = subprocess.run(
+        command(tmp_path, "fig1", sets=other), capture_output=True, text=True, timeout=100, env=ENV
+    )
+    assert refused.returncode == 2
+    assert "optim.epochs: 2 and 3" in refused.stderr
+    report = write_report([root / "fig1"], tmp_path / "second", images=False)
+    assert len(report.collection.runs) == 6
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_a_killed_command_goes_on_and_ends_with_the_same_numbers(tmp_path: Path, how: signal.Signals) -> None:
+    sets = [*MICRO[1:], "optim.epochs=12"]
+    jobs = [job for job in plan(["fig1"], "quick", tmp_path / "whole", overrides=sets) if job.id == "fig1/wd_on"]
+    assert Runner(jobs).run() == []
+    words = command(tmp_path / "stopped", "fig1", "--jobs", "1", sets=sets)
+    process = subprocess.Popen(words, env=ENV, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    log = tmp_path / "stopped" / "quick" / "fig1" / "wd_on" / "seed0" / "metrics.jsonl"
+    limit = time.monotonic() + 60
+    while not (log.exists() and log.read_bytes().count(b"\n") >= 2):
+        assert process.poll() is None, process.stderr and process.stderr.read()
+        assert time.monotonic() < limit
+        time.sleep(0.005)
+    process.send_signal(how)
+    _, said = process.communicate(timeout=30)
+    if how == signal.SIGINT:
+        assert process.returncode == 130
+        assert "The same command goes on" in said
+    assert not (log.parent / "summary.json").exists()
+    jobs = [
+        job for job in plan(["fig1"], "quick", tmp_path / "stopped" / "quick", overrides=sets) if job.id == "fig1/wd_on"
+    ]
+    assert jobs[0].state == "waiting"
+    assert Runner(jobs).run() == []
+    assert metrics(log.parent) == metrics(tmp_path / "whole" / "fig1" / "wd_on" / "seed0")
