@@ -12,7 +12,7 @@ from torch import Tensor
 
 from normmatters import bench
 from normmatters.bench import __main__ as command
-from normmatters.bench import harness, layers, peers
+from normmatters.bench import harness, layers, peers, warmup
 from normmatters.kernels import dispatch
 
 TIMED = {"error", "fwd_ms", "bwd_ms", "eager_fwd_ms", "eager_bwd_ms", "timed_by", "fwd_passes", "bwd_passes", "ratio"}
@@ -121,6 +121,26 @@ def test_resnet50_gives_no_number_for_a_wrong_norm(monkeypatch: pytest.MonkeyPat
     assert "ms" not in row
 
 
+@pytest.mark.parametrize("damage", ["output", "gradient"])
+def test_a_compiled_network_must_agree_with_the_eager_one(
+    damage: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def compiled(model: Any, **_: Any) -> Any:
+        if damage == "output":
+            return lambda x: 3 * model(x)
+        return lambda x: _Scaled.apply(model(x), -1.0)
+
+    monkeypatch.setattr(peers, "why_no_compiler", lambda device: None)
+    monkeypatch.setattr(peers, "compiled", compiled)
+    words = ["bf16", "l1", "compiled"]
+    assert bench.run(["resnet50"], smoke=True, device="cpu", out=tmp_path, only=words) == 1
+    (row,) = json.loads((tmp_path / "resnet50.json").read_text())["rows"]
+    assert row["status"] == "WRONG"
+    assert ("loss is" if damage == "output" else "first gradient has cosine -") in row["note"]
+    monkeypatch.setattr(peers, "compiled", lambda model, **_: model)
+    assert bench.run(["resnet50"], smoke=True, device="cpu", out=tmp_path, only=words) == 0
+
+
 def test_one_failing_variant_does_not_stop_the_others(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -206,3 +226,56 @@ def test_smoke_writes_no_file_unless_asked(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     assert command.main(["cpu", "--smoke", "--only", "cl,relu,native"]) == 0
     assert list(tmp_path.iterdir()) == []
+
+
+def test_shares_of_the_rows_cover_each_row_once_and_measure_nothing(tmp_path: Path) -> None:
+    found = []
+    for index in range(3):
+        code = bench.run(["layers"], smoke=True, device="cpu", out=tmp_path, only=["bf16", "cl"], share=(index, 3))
+        assert code == 0
+        path = tmp_path / "layers.json"
+        found += json.loads(path.read_text())["rows"] if path.exists() else []
+        path.unlink(missing_ok=True)
+    assert all(row["status"] == "ok" and "fwd_ms" not in row for row in found)
+    names = [(row["form"], row["variant"]) for row in found]
+    ours = ["native", "l1_lean", "l1", "l2", "linf", "range", "top10"]
+    # The first group of a smoke run has a compiled peer as well.
+    assert sorted(names) == sorted(
+        [(form, name) for form in ("relu", "add_relu") for name in ours] + [("relu", "native_compiled")]
+    )
+
+
+@pytest.mark.parametrize("name", ["layernorm", "resnet50", "weightnorm"])
+def test_a_share_runs_every_benchmark(name: str, tmp_path: Path) -> None:
+    words = {"layernorm": ["l1", "native"], "resnet50": ["fp16", "l1"], "weightnorm": ["bounded"]}[name]
+    assert bench.run([name], smoke=True, device="cpu", out=tmp_path, only=words, share=(0, 1)) == 0
+    rows = json.loads((tmp_path / f"{name}.json").read_text())["rows"]
+    assert {row["variant"] for row in rows} == set(words) - {"fp16"}
+    assert all(row["status"] == "ok" and not {"ms", "fwd_ms", "error"} & row.keys() for row in rows)
+
+
+def test_the_processes_that_compile_get_a_share_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+
+    class Process:
+        def __init__(self, command: list[str], **kwargs: Any) -> None:
+            assert kwargs["env"]["TORCHINDUCTOR_COMPILE_THREADS"].isdigit()
+            started.append(command)
+
+        def wait(self, timeout: float) -> int:
+            return 0
+
+        def poll(self) -> int:
+            return 0
+
+    monkeypatch.setattr(warmup, "Popen", Process)
+    assert bench.run(["cpu", "layernorm"], smoke=True, device="cpu", only=["l1", "nchw", "relu"], jobs=2) == 0
+    common = ["-m", "normmatters.bench", "layernorm", "--device", "cpu", "--share"]
+    ending = ["--smoke", "--only", "l1,nchw,relu"]
+    assert [command[1:] for command in started] == [[*common, "0/2", *ending], [*common, "1/2", *ending]]
+    setup = harness.Setup(torch.device("cuda"))
+    assert 0 <= warmup.default_jobs("layers", setup) <= 12
+    assert warmup.default_jobs("optim", setup) == 0
+    assert warmup.default_jobs("layers", harness.Setup(torch.device("cuda"), share=(0, 2))) == 0
+    with pytest.raises(ValueError, match="jobs must not be negative, got -1"):
+        bench.run(["cpu"], smoke=True, device="cpu", jobs=-1)

@@ -23,6 +23,8 @@ def run(
     out: Path | None = None,
     only: Sequence[str] = (),
     picture: Path | None = None,
+    jobs: int | None = None,
+    share: tuple[int, int] | None = None,
 ) -> int:
     """Run benchmarks, print their tables row by row, and write ``out/NAME.json``.
 
@@ -33,6 +35,8 @@ def run(
         out: folder of the JSON files, ``results/bench`` by default.
         only: words that choose rows, such as "cl", "fp16", "l1_lean", or "all"; see
             :class:`~normmatters.bench.harness.Selection`.
+        jobs: processes that compile beforehand (:mod:`~normmatters.bench.warmup`); None is as many as fit on a GPU.
+        share: only run the i-th of n shares of the rows once, untimed: what those processes do.
         picture: where to draw ``layers`` (SVG or PNG); by default ``out/roofline.svg`` where matplotlib is installed.
 
     Returns:
@@ -40,7 +44,7 @@ def run(
     """
     import torch
 
-    from normmatters.bench import harness
+    from normmatters.bench import harness, warmup
 
     names = list(dict.fromkeys(names)) or list(NAMES)
     unknown = [name for name in names if name not in NAMES]
@@ -53,11 +57,16 @@ def run(
         raise ValueError(f"device {device}: torch finds no GPU here")
     if place.type not in ("cpu", "cuda"):
         raise ValueError(f"expected the device cpu or cuda, got {device!r}")
-    if not smoke and out is None:
+    if jobs is not None and jobs < 0:
+        raise ValueError(f"jobs must not be negative, got {jobs}")
+    if not smoke and share is None and out is None:
         out = RESULTS
-    setup = harness.Setup(place, smoke, selection)
+    setup = harness.Setup(place, smoke, selection, share)
     bad: list[Row] = []
     for name, (_, rows) in benches.items():
+        count = warmup.default_jobs(name, setup) if jobs is None else jobs
+        if count and name in warmup.PROCESSES and share is None:
+            print(f"\n{name}: compiled in {warmup.warm_up(name, setup, count):.0f} s by {count} processes", flush=True)
         bad += harness.failed(_run_one(name, rows, setup, out, picture))
     if bad:
         print(f"\n{len(bad)} rows are wrong or failed:")
@@ -77,7 +86,7 @@ def _run_one(
 
     if name == "cpu":
         setup = dataclasses.replace(setup, device=torch.device("cpu"))
-    bandwidth = setup.copy_bandwidth
+    bandwidth = setup.copy_bandwidth if setup.share is None else 1.0  # a share measures nothing
     env = setup.environment
     print(f"\n{name}: {env['device']}, torch {env['torch']}, copy {bandwidth / 1e12:.3f} TB/s", flush=True)
     print(report.text_header(name), flush=True)

@@ -18,6 +18,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", help="cpu, cuda or cuda:1; a GPU where there is one by default")
     parser.add_argument("--out", type=Path, help="folder of the JSON files (results/bench; none for --smoke)")
     parser.add_argument("--only", default="", help="rows by their words, such as cl,fp16,l1_lean; or all")
+    parser.add_argument("--jobs", type=int, help="processes that compile beforehand (as many as fit on a GPU)")
+    parser.add_argument("--share", type=_share, help=argparse.SUPPRESS)  # I/N: what those processes are started with
     parser.add_argument("--picture", type=Path, help="where to draw the layers, SVG or PNG (OUT/roofline.svg)")
     chosen = parser.parse_args(arguments)
     words = [word for word in chosen.only.replace(",", " ").split() if word]
@@ -29,9 +31,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             out=chosen.out,
             only=words,
             picture=chosen.picture,
+            jobs=chosen.jobs,
+            share=chosen.share,
         )
     except ValueError as error:
         parser.error(str(error))
+
+
+def _share(text: str) -> tuple[int, int]:
+    index, _, count = text.partition("/")
+    return int(index), int(count)
 
 
 if __name__ == "__main__":

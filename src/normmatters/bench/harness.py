@@ -8,6 +8,7 @@ import json
 import platform
 import subprocess
 import time
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -68,6 +69,11 @@ class Setup:
     device: torch.device
     smoke: bool = False
     only: Selection = Selection()
+    share: tuple[int, int] | None = None  # (i, n): run the i-th of n shares of the rows once, for the compilers' caches
+
+    def mine(self, *key: str) -> bool:
+        """Whether a row that compiles what ``key`` names belongs to this process."""
+        return self.share is None or zlib.crc32("/".join(key).encode()) % self.share[1] == self.share[0]
 
     @property
     def cuda(self) -> bool:

@@ -81,7 +81,7 @@ def rows(setup: Setup) -> Iterator[Row]:
                     wanted = [v for v in VARIANTS if setup.only.allows(AXES, {**axes, "variant": v.name})]
                     if setup.smoke:  # one compiled peer shows that it works; each takes many seconds
                         wanted = [v for v in wanted if not v.compile or (first and v.name == "native_compiled")]
-                        first = False
+                        first = first and not wanted
                     elif setup.only.default() and shape not in SAMPLE:
                         wanted = [v for v in wanted if v.name != "naive_l1_compiled"]
                     yield from group(setup, shape, axes, wanted)
@@ -113,19 +113,24 @@ def group(setup: Setup, shape: Shape, axes: dict[str, str], variants: list[Varia
     best: float | None = None
     tensor_bytes = math.prod(shape) * DTYPES[axes["dtype"]].itemsize
     for variant in variants:
+        # Our kernels are compiled for a kind of layer, the peers for every shape.
+        if not setup.mine(*(axes[key] for key in axes if key != "size" or variant.compile), variant.name):
+            continue
 
         def measure(variant: Variant = variant) -> Row:
             if variant.compile and setup.no_compiler:
                 raise Skip(setup.no_compiler)
             if not data:
                 data.extend(_data(setup, shape, axes, tensor_bytes))
+            if setup.share is not None:
+                return _run_once(setup, variant, data[0])
             if variant.kind not in references:
                 references[variant.kind] = BatchNormReference.of(data[0], variant.kind)
             return _measure(setup, variant, data, references[variant.kind], tensor_bytes)
 
         row: Row = {**axes, "variant": variant.name, "ours": variant.ours, "tensor_bytes": tensor_bytes}
         row = attempt(row, measure)
-        if row["status"] == "ok":
+        if row["status"] == "ok" and setup.share is None:
             total = row["fwd_ms"] + row["bwd_ms"]
             if variant.name in NATIVE:
                 best = min(total, best or math.inf)
@@ -139,25 +144,37 @@ def group(setup: Setup, shape: Shape, axes: dict[str, str], variants: list[Varia
 
 
 def _data(setup: Setup, shape: Shape, axes: dict[str, str], tensor_bytes: int) -> list[BatchNormData]:
-    first = BatchNormData.random(
+    one = BatchNormData.random(
         shape,
         DTYPES[axes["dtype"]],
         setup.device,
         last=axes["layout"] == "cl",
         residual=axes["form"] == "add_relu",
     )
-    return [first] + [first.copies() for _ in range(timing.rotation(tensor_bytes, setup.device) - 1)]
+    copies = timing.rotation(tensor_bytes, setup.device) if setup.share is None else 1
+    return [one] + [one.copies() for _ in range(copies - 1)]
+
+
+def _build(setup: Setup, variant: Variant, data: BatchNormData) -> tuple[Any, Any]:
+    """The layer with the data's parameters, and the norm inside it."""
+    module = variant.build(data.x.shape[1]).to(setup.device)
+    norm: Any = module.norm if isinstance(module, peers.NativeBatchNormReLU) else module
+    with torch.no_grad():
+        norm.weight.copy_(data.weight)
+        norm.bias.copy_(data.bias)
+    return peers.compiled(module) if variant.compile else module, norm
+
+
+def _run_once(setup: Setup, variant: Variant, data: BatchNormData) -> Row:
+    forward, norm = _build(setup, variant, data)
+    torch.autograd.grad(forward(*data.inputs()), [*data.inputs(), norm.weight, norm.bias], data.g)
+    return {}
 
 
 def _measure(
     setup: Setup, variant: Variant, data: list[BatchNormData], reference: BatchNormReference, tensor_bytes: int
 ) -> Row:
-    module = variant.build(data[0].x.shape[1]).to(setup.device)
-    norm: Any = module.norm if isinstance(module, peers.NativeBatchNormReLU) else module
-    with torch.no_grad():
-        norm.weight.copy_(data[0].weight)
-        norm.bias.copy_(data[0].bias)
-    forward: Any = peers.compiled(module) if variant.compile else module
+    forward, norm = _build(setup, variant, data[0])
     with timing.side_stream(setup.device):
         error = check_batch_norm(forward, norm, data[0], reference, lean=variant.lean)
         parameters = [norm.weight, norm.bias]

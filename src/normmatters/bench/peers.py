@@ -13,11 +13,14 @@ from torch.nn import functional as F
 BACKEND = "inductor"
 
 
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``torch.compile`` for exactly the shapes it meets, whose backward pass may be run again and again."""
+def compiled(function: Callable[..., Any], *, backward_again: bool = True) -> Callable[..., Any]:
+    """``torch.compile`` for exactly the shapes it meets.
+
+    With ``backward_again`` the backward pass of one output may be run many times.
+    """
     import torch._functorch.config as functorch
 
-    functorch.donated_buffer = False  # else a compiled backward pass frees what a second one would read
+    functorch.donated_buffer = not backward_again  # a backward pass may by default overwrite what it was given
     wrapped: Callable[..., Any] = torch.compile(function, dynamic=False, backend=BACKEND)
     return wrapped
 

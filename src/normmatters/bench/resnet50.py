@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from normmatters.bench import layers, peers
 from normmatters.bench.check import BatchNormData, BatchNormReference, check_batch_norm
-from normmatters.bench.harness import DTYPES, Row, Setup, Skip, attempt
+from normmatters.bench.harness import DTYPES, Row, Setup, Skip, Wrong, attempt
 from normmatters.convert import convert
 
 STEPS = 20
@@ -31,18 +31,19 @@ class Variant:
 
     name: str
     convert: Callable[[nn.Module], nn.Module]
-    layer: str | None = None
+    layer: str | None
+    ours: bool = True
     norm: Callable[[int], nn.Module] = nn.BatchNorm2d
     modes: tuple[str, ...] = ("compiled", "eager")
 
 
 VARIANTS = [
-    Variant("native", lambda model: model),
+    Variant("native", lambda model: model, "native", ours=False),
     Variant("l1_lean", lambda model: convert(model, "l1", memory="lean", fuse=True), "l1_lean"),
     Variant("l1", lambda model: convert(model, "l1", fuse=True), "l1"),
     Variant("l2", lambda model: convert(model, "l2", fuse=True), "l2"),
-    Variant("naive_l1", lambda model: model, norm=peers.NaiveL1BatchNorm2d, modes=("compiled",)),
-    Variant("none", lambda model: model, norm=lambda channels: nn.Identity()),
+    Variant("naive_l1", lambda model: model, "naive_l1_compiled", False, peers.NaiveL1BatchNorm2d, ("compiled",)),
+    Variant("none", lambda model: model, None, False, lambda channels: nn.Identity()),
 ]
 AXES = {"dtype": ["fp16", "bf16"], "mode": ["compiled", "eager"], "variant": [v.name for v in VARIANTS]}
 
@@ -60,11 +61,11 @@ def rows(setup: Setup) -> Iterator[Row]:
                 axes = {"dtype": dtype, "mode": mode, "variant": variant.name}
                 if mode not in variant.modes or not setup.only.allows(AXES, axes):
                     continue
-                if (setup.only.default() or setup.smoke) and not _usual(setup, axes):
+                if not _usual(setup, axes) or not setup.mine(*axes.values()):
                     continue
-                row: Row = {**axes, "ours": variant.layer is not None}
+                row: Row = {**axes, "ours": variant.ours}
                 row = attempt(row, partial(_measure, setup, variant, axes))
-                if row["status"] == "ok":
+                if row["status"] == "ok" and setup.share is None:
                     if variant.name == "native":
                         native[mode] = row
                     _compare(row, native.get("compiled"), native.get(mode))
@@ -73,6 +74,8 @@ def rows(setup: Setup) -> Iterator[Row]:
 
 
 def _usual(setup: Setup, axes: dict[str, str]) -> bool:
+    if not setup.only.default():
+        return not setup.smoke or axes["mode"] == "eager" or "compiled" in setup.only.words
     if setup.smoke:
         return axes["mode"] == "eager"
     if axes["mode"] == "compiled" and axes["variant"] not in _DEFAULT_COMPILED:
@@ -94,12 +97,13 @@ def _check_norm(setup: Setup, name: str, dtype: torch.dtype) -> float:
     for residual in (False, True):
         shape = layers.SMOKE_SHAPES[0] if setup.smoke else (256, 256, 14, 14)
         data = BatchNormData.random(shape, dtype, setup.device, last=True, residual=residual)
-        module: Any = variant.build(shape[1]).to(setup.device)
+        module = variant.build(shape[1]).to(setup.device)
+        norm: Any = module.norm if isinstance(module, peers.NativeBatchNormReLU) else module
         with torch.no_grad():
-            module.weight.copy_(data.weight)
-            module.bias.copy_(data.bias)
+            norm.weight.copy_(data.weight)
+            norm.bias.copy_(data.bias)
         reference = BatchNormReference.of(data, variant.kind)
-        error = max(error, check_batch_norm(module, module, data, reference, lean=variant.lean))
+        error = max(error, check_batch_norm(module, norm, data, reference, lean=variant.lean))
     return error
 
 
@@ -107,15 +111,34 @@ def _measure(setup: Setup, variant: Variant, axes: dict[str, str]) -> Row:
     if axes["mode"] == "compiled" and setup.no_compiler:
         raise Skip(setup.no_compiler)
     dtype = DTYPES[axes["dtype"]]
-    error = _check_norm(setup, variant.layer, dtype) if variant.layer is not None else None
+    checked = variant.layer is not None and setup.share is None
+    error = _check_norm(setup, variant.layer, dtype) if checked and variant.layer else None
     torch.manual_seed(0)
     model = build(setup, variant.norm)
     model = variant.convert(model).to(setup.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     if variant.name == "none":
         _quieten(model)
-    step = Step(setup, model, dtype, compile=axes["mode"] == "compiled")
-    measured = step.measure()
-    return {"error": error, **measured}
+    if setup.share is not None:
+        step = Step(setup, model, dtype, compile=axes["mode"] == "compiled")
+        step.probe(step.model)
+        return {}
+    if axes["mode"] == "eager":
+        return {"error": error, **Step(setup, model, dtype, compile=False).measure()}
+    step = Step(setup, model, dtype, compile=True)
+    if variant.ours:
+        _check_compiled(step, model)
+    return {"error": error, **step.measure()}
+
+
+def _check_compiled(step: Step, model: nn.Module) -> None:
+    """The compiled network must give the eager one's loss and first gradient, as far as half precision goes."""
+    loss, gradient = step.probe(step.model)
+    expected, direction = step.probe(model)
+    if not abs(loss - expected) <= 0.02 * abs(expected):
+        raise Wrong(f"the compiled network's loss is {loss:.4f}, the eager one's {expected:.4f}")
+    cosine = float(F.cosine_similarity(gradient, direction, dim=0))
+    if not cosine > 0.9:  # rounding adds up over 50 layers, so the bound is against mistakes only
+        raise Wrong(f"the compiled network's first gradient has cosine {cosine:.3f} with the eager one's")
 
 
 def build(setup: Setup, norm: Callable[[int], nn.Module]) -> nn.Module:
@@ -139,12 +162,12 @@ class Step:
         x = torch.randn(batch, 3, size, size, device=setup.device)
         self.x = x.contiguous(memory_format=torch.channels_last)
         self.y = torch.randint(classes, (batch,), device=setup.device)
-        self.model: Callable[[Tensor], Tensor] = torch.compile(model, backend=peers.BACKEND) if compile else model
+        self.model: Callable[[Tensor], Tensor] = peers.compiled(model, backward_again=False) if compile else model
         self.optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
 
-    def forward(self) -> Tensor:
+    def forward(self, model: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         with torch.autocast(self.setup.device.type, self.dtype):
-            return F.cross_entropy(self.model(self.x), self.y)
+            return F.cross_entropy((model or self.model)(self.x), self.y)
 
     def __call__(self) -> Tensor:
         loss = self.forward()
@@ -152,6 +175,15 @@ class Step:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return loss.detach()
+
+    def probe(self, model: Callable[[Tensor], Tensor]) -> tuple[float, Tensor]:
+        """Loss and gradient of the first parameter, without a step."""
+        loss = self.forward(model)
+        loss.backward()
+        parameter = self.optimizer.param_groups[0]["params"][0]
+        gradient = parameter.grad.double().flatten()
+        self.optimizer.zero_grad(set_to_none=True)
+        return float(loss.detach()), gradient
 
     def measure(self) -> Row:
         """Time, memory after the forward pass, and peak memory, all after a few steps of warming up."""

@@ -52,12 +52,12 @@ def rows(setup: Setup) -> Iterator[Row]:
             base: float | None = None
             for variant in VARIANTS:
                 axes = {"part": part, "mode": mode, "variant": variant}
-                if not setup.only.allows(AXES, axes):
+                if not setup.only.allows(AXES, axes) or not setup.mine(*axes.values()):
                     continue
                 measure = _measure_weights if part == "weights" else _measure_step
                 row: Row = {**axes, "ours": variant.startswith("bounded")}
                 row = attempt(row, partial(measure, setup, variant, mode == "compiled"))
-                if row["status"] == "ok":
+                if row["status"] == "ok" and setup.share is None:
                     base = row["ms"] if variant == "none" else base
                     row["added_ms"] = None if base is None else row["ms"] - base
                 yield row
@@ -116,6 +116,9 @@ def _measure_weights(setup: Setup, variant: str, compile: bool) -> Row:
     def both() -> tuple[Tensor, ...]:
         return torch.autograd.grad(forward(), leaves, gradients)
 
+    if setup.share is not None:
+        both()
+        return {}
     with timing.side_stream(setup.device):
         weights = forward()
         flat = iter(torch.autograd.grad(weights, leaves, gradients))
@@ -135,5 +138,8 @@ def _measure_weights(setup: Setup, variant: str, compile: bool) -> Row:
 
 def _measure_step(setup: Setup, variant: str, compile: bool) -> Row:
     model = _model(setup, variant, compile)
-    found = Step(setup, model, DTYPE, compile=compile).measure()
-    return {"error": None, **found}
+    step = Step(setup, model, DTYPE, compile=compile)
+    if setup.share is not None:
+        step.probe(step.model)
+        return {}
+    return {"error": None, **step.measure()}

@@ -1,0 +1,53 @@
+"""Compiles what a run will need in several processes at once.
+
+Compiling the peers and our kernels takes far longer than timing them. The compilers keep their results on disk, so
+processes that each run a share of the rows once, untimed, leave only cheap look-ups to the run itself.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from subprocess import DEVNULL, Popen, TimeoutExpired
+
+from normmatters.bench.harness import Setup
+
+#: Processes at most, by the device memory that a row takes; others have nothing to compile.
+PROCESSES = {"layers": 12, "layernorm": 8, "resnet50": 4, "weightnorm": 4}
+
+
+def default_jobs(name: str, setup: Setup) -> int:
+    """None on a CPU, in a smoke run, and in the processes themselves."""
+    if not setup.cuda or setup.smoke or setup.share is not None:
+        return 0
+    return min(PROCESSES.get(name, 0), max((os.cpu_count() or 1) - 2, 0))
+
+
+def warm_up(name: str, setup: Setup, jobs: int, *, limit_s: float = 300) -> float:
+    """Run every row once in ``jobs`` processes; returns the seconds it took. Their failures are the run's to report."""
+    start = time.perf_counter()
+    threads = str(max(1, (os.cpu_count() or 1) // jobs))
+    environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": threads, "OMP_NUM_THREADS": "1"}
+    running: list[Popen[bytes]] = []
+    try:
+        for index in range(jobs):
+            command = _command(name, setup, f"{index}/{jobs}")
+            running.append(Popen(command, env=environment, stdout=DEVNULL, stderr=DEVNULL))
+        for process in running:
+            try:
+                process.wait(max(1.0, limit_s - (time.perf_counter() - start)))
+            except TimeoutExpired:
+                process.kill()
+    finally:
+        for process in running:
+            if process.poll() is None:
+                process.kill()
+    return time.perf_counter() - start
+
+
+def _command(name: str, setup: Setup, share: str) -> Sequence[str]:
+    command = [sys.executable, "-m", "normmatters.bench", name, "--device", str(setup.device), "--share", share]
+    command += ["--smoke"] if setup.smoke else []
+    return [*command, "--only", ",".join(sorted(setup.only.words))] if setup.only.words else command
