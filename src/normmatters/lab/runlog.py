@@ -91,7 +91,7 @@ class RunFolder:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             self._lock = (self.path / ".lock").open("w")
         except OSError as error:
-            raise _clear(error, self.path) from error
+            raise _clear(error, Path(error.filename or self.path)) from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
