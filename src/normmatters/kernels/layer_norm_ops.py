@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,12 +18,12 @@ from normmatters.kernels.triton import layer_norm as kernels
 def supported(input: Tensor, normalized_shape: Sequence[int]) -> str | None:
     """Why the kernels cannot take this input, or None if they can."""
     if input.dtype not in kernels.DTYPES:
-        return f"they take float16, bfloat16 and float32, not {input.dtype}"
+        return f"the kernels take float16, bfloat16 and float32, not {input.dtype}"
     size = math.prod(normalized_shape)
-    if not 0 < size * input.element_size() <= kernels.MAX_ROW_BYTES:
-        return f"a row must fit into {kernels.MAX_ROW_BYTES} bytes, and this one has {size * input.element_size()}"
+    if not 0 < size <= kernels.MAX_FEATURES:
+        return f"the kernels take rows of 1 to {kernels.MAX_FEATURES} features, not {size}"
     if input.numel() // size > kernels.MAX_ROWS:
-        return f"they take at most {kernels.MAX_ROWS} rows, not {input.numel() // size}"
+        return f"the kernels take at most {kernels.MAX_ROWS} rows, not {input.numel() // size}"
     return None
 
 
@@ -108,7 +108,7 @@ def layer_norm(
     bias: Tensor | None,
     eps: float,
     *,
-    kind: Literal["l1", "l2"],
+    kind: str,
     constant: float,
     centered: bool,
 ) -> Tensor:
@@ -117,7 +117,7 @@ def layer_norm(
     Args:
         input: (..., *normalized_shape), for which :func:`supported` has no objection.
         weight, bias: ``normalized_shape`` or None.
-        kind: the statistic.
+        kind: ``"l1"`` or ``"l2"``.
         constant: the number C of s = C·statistic.
     """
     size = math.prod(normalized_shape)

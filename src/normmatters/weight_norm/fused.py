@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -16,7 +17,7 @@ __all__ = ["fuse", "unfuse"]
 
 M = TypeVar("M", bound=nn.Module)
 
-_HAS_TRITON = importlib.util.find_spec("triton") is not None
+_KERNELS = importlib.util.find_spec("triton") is not None and os.environ.get("NORMMATTERS_KERNELS", "1") != "0"
 
 # Autocast runs these in low precision: their weights are made in that precision, so that nothing is left to cast.
 _LOW_PRECISION = (
@@ -100,7 +101,7 @@ class _Fusion:
         self.layers = layers
 
     def before(self, model: nn.Module, args: Any) -> None:
-        if not _HAS_TRITON or _plain_only(model):
+        if not _KERNELS or _plain_only(model):
             return
         from normmatters.kernels.weight_norm_ops import bounded_weights_of, supported
 

@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-MAX_ROW_BYTES = 65536
+MAX_FEATURES = 16384  # the longest row that 1024 threads hold in registers
 MAX_ROWS = 2**29  # four numbers a row, with 32-bit offsets
 
 # Elements a thread: with 16, a row, its gradient, the two sums for the parameters and the next row fit in registers.
