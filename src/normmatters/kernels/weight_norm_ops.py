@@ -31,9 +31,10 @@ def supported(v: Tensor, rho: Tensor, *, dim: int | None, p: float, k: int | Non
         return f"they take the slices along dimension 0, not {dim}"
     if k is not None or p not in (1, 2, math.inf):
         return f"they take p = 1, 2 and infinity, not p = {p} with k = {k}"
-    order = _memory_order(v)
-    if not v.permute(order).is_contiguous() or any(v.shape[d] > 1 for d in order[: order.index(0)]):
-        return f"the slices of a weight with strides {v.stride()} are not dense in memory"
+    if not v.is_contiguous():
+        order = _memory_order(v)
+        if not v.permute(order).is_contiguous() or any(v.shape[d] > 1 for d in order[: order.index(0)]):
+            return f"the slices of a weight with strides {v.stride()} are not dense in memory"
     return None
 
 
