@@ -150,3 +150,14 @@ def test_the_native_peer_keeps_its_input_alone() -> None:
     assert isinstance(module.norm, nn.BatchNorm2d)
     expected = torch.relu(nn.functional.batch_norm(x, None, None, training=True) + residual)
     torch.testing.assert_close(module(x, residual), expected)
+
+
+def test_code_without_its_history_may_be_told_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_repository(*args: object, **kwargs: object) -> None:
+        raise OSError("git")
+
+    monkeypatch.setattr(harness.subprocess, "run", no_repository)
+    monkeypatch.delenv("NORMMATTERS_COMMIT", raising=False)
+    assert harness.environment(CPU)["commit"] is None
+    monkeypatch.setenv("NORMMATTERS_COMMIT", "abc123")
+    assert harness.environment(CPU)["commit"] == "abc123"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import gc
 import json
+import os
 import platform
 import subprocess
 import time
@@ -164,7 +165,10 @@ def _cpu_name() -> str:
 
 
 def _commit() -> str | None:
-    """The commit of the checkout that this code lies in; a ``+`` says that files were changed since."""
+    """The commit of the checkout that this code lies in; a ``+`` says that files were changed since.
+
+    Where the code was copied without its history, ``NORMMATTERS_COMMIT`` may name it.
+    """
 
     def git(*command: str) -> str:
         return subprocess.run(
@@ -174,7 +178,7 @@ def _commit() -> str | None:
     try:
         return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
     except (OSError, subprocess.SubprocessError):
-        return None
+        return os.environ.get("NORMMATTERS_COMMIT")
 
 
 def write_json(path: Path, name: str, setup: Setup, rows: Sequence[Row], extra: Mapping[str, Any]) -> None:

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from normmatters.bench.harness import passes
+
 # Fixed order, so that a series keeps its color whatever rows a file holds.
 SERIES = {
     "native": ("native, eager", "#9a9a9a", "s"),
@@ -19,7 +21,9 @@ SERIES = {
     "l1": ("L1", "#1f77b4", "o"),
     "l1_lean": ("L1, lean", "#d62728", "o"),
 }
-FLOOR_PASSES = 5  # 2 forward (read x, write z), 3 backward (read g and z, write dx)
+# Forward reads x (and the residual) and writes z; backward reads g and z and writes dx (and the residual's gradient).
+FLOOR_PASSES = {"relu": 2 + 3, "add_relu": 3 + 4}
+LAYOUTS = {"cl": "channels_last", "nchw": "contiguous"}
 
 
 def draw(data: Mapping[str, Any], path: Path, *, dtype: str = "fp16", layout: str = "cl", form: str = "relu") -> Path:
@@ -41,23 +45,32 @@ def draw(data: Mapping[str, Any], path: Path, *, dtype: str = "fp16", layout: st
     ]
     if not chosen:
         raise ValueError(f"no rows of {dtype}, {layout}, {form} to draw")
-    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    figure, (time, share) = plt.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
     sizes = sorted({row["tensor_bytes"] for row in chosen})
-    for count, style in ((FLOOR_PASSES, "-"), (2 * FLOOR_PASSES, "--")):
-        times = [count * size / data["copy_bandwidth"] * 1e3 for size in sizes]
-        axes.plot([s / 1e6 for s in sizes], times, style, color="#222222", lw=1, label=f"{count} passes at copy speed")
+    megabytes = [size / 1e6 for size in sizes]
+    for count, style in ((FLOOR_PASSES[form], "-"), (2 * FLOOR_PASSES[form], "--")):
+        label = f"{count} passes at copy speed"
+        time.plot(megabytes, [count * s / data["copy_bandwidth"] * 1e3 for s in sizes], style, color="#222222", lw=1)
+        share.plot(megabytes, [count] * len(sizes), style, color="#222222", lw=1, label=label)
     for name, (label, color, marker) in SERIES.items():
-        points = sorted((r["tensor_bytes"] / 1e6, r["fwd_ms"] + r["bwd_ms"]) for r in chosen if r["variant"] == name)
-        if points:
-            x, y = zip(*points)
-            axes.plot(x, y, marker, color=color, ms=6, ls="-", lw=0.8, label=label)
-    axes.set(xscale="log", yscale="log", xlabel="size of the tensor in MB", ylabel="forward + backward in ms")
-    title = (
-        f"batch norm + {'add + ' if form == 'add_relu' else ''}ReLU, {dtype}, {layout}: {data['environment']['device']}"
-    )
-    axes.set_title(title, fontsize=10)
-    axes.grid(True, which="both", lw=0.3)
-    axes.legend(fontsize=8)
+        rows = [row for row in chosen if row["variant"] == name]
+        if rows:
+            x, y = [row["tensor_bytes"] / 1e6 for row in rows], [row["fwd_ms"] + row["bwd_ms"] for row in rows]
+            time.plot(x, y, marker, color=color, ms=6, ls="", label=label)
+            y = [passes(ms, data["copy_bandwidth"], row["tensor_bytes"]) for ms, row in zip(y, rows)]
+            share.plot(x, y, marker, color=color, ms=6, ls="")
+    time.set(yscale="log", ylabel="forward + backward in ms")
+    share.set(ylabel="the same in passes over the tensor")
+    share.set_ylim(bottom=0)
+    time.legend(fontsize=8)
+    share.legend(fontsize=8)
+    for axes in (time, share):
+        axes.set(xscale="log", xlabel="size of the tensor in MB")
+        axes.set_xticks(megabytes, [f"{mb:.3g}" for mb in megabytes])
+        axes.minorticks_off()
+        axes.grid(True, lw=0.3)
+    layer = f"batch norm + {'add + ' if form == 'add_relu' else ''}ReLU"
+    figure.suptitle(f"{layer}, {dtype}, {LAYOUTS[layout]}: {data['environment']['device']}", fontsize=10)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
     plt.close(figure)
