@@ -137,7 +137,7 @@ def test_explain_and_report_print_their_numbers(run: Run, tmp_path: Path) -> Non
     write_run(tmp_path / "runs", "fig2/resnet18_l2", final=0.901)
     done = run("report", str(tmp_path / "runs"), "--out", str(tmp_path / "out"))
     assert done.returncode == 0, done.stderr
-    assert "90.00 − 90.10 = -0.10" in done.stdout
+    assert "90.00 − 90.10 = −0.10" in done.stdout
     assert str(tmp_path / "out" / "report.html") in done.stdout.replace("\n", "")
 
 

@@ -92,10 +92,18 @@ def charts(experiment: Experiment, collection: Collection) -> list[tuple[Panel, 
             for slot, name in enumerate(panel.cells)
             if name in results
         )
-        chart = Chart(panel.title, metric.label, series, metric.log, metric.unit)
+        title = panel.title + _stand_in(panel, [results[n] for n in panel.cells if n in results])
+        chart = Chart(title, metric.label, series, metric.log, metric.unit)
         if chart.drawable:
             found.append((panel, chart))
     return found
+
+
+def _stand_in(panel: Panel, results: Sequence[Result]) -> str:
+    """A panel that is named after a network says which one stood in for it."""
+    here = {describe(r.config)["network"] for r in results}
+    changed = any(what == "network" for what, _, _ in differences(results))
+    return f" (here {', '.join(sorted(here))})" if changed and panel.title.startswith(("ResNet", "Transformer")) else ""
 
 
 def slots(experiment: Experiment) -> dict[str, int]:
@@ -130,7 +138,8 @@ def _summary(sections: Sequence[Experiment], verdicts: Sequence[Verdict]) -> str
             rows += [_claim_row(v) for v in own]
     rule = (
         "A claim is judged by the rule beside it. Noise is two standard errors: over seeds where there are three or "
-        "more, else that of a validation set of its size. A difference within the noise is left open."
+        "more, else that of a validation set of its size. A difference within the noise is left open. "
+        "Networks are called as in the paper; where another one stood in, its section says so."
     )
     table = f'<table class="stack claims">{_CLAIM_HEAD}<tbody>{"".join(rows)}</tbody></table>' if rows else ""
     head = f'<h2>Does it hold?{_anchor("summary")}</h2><div class="tally">{tally}</div>'
@@ -193,10 +202,10 @@ def _panels(e: Experiment, collection: Collection) -> str:
         return ""
     shared = len({tuple((s.label, s.slot) for s in chart.series) for _, chart in drawn}) == 1
     figures = []
-    for i, (panel, chart) in enumerate(drawn):
+    for i, (_, chart) in enumerate(drawn):
         legend = "" if shared else _legend(chart)
         group = "" if shared else " data-group"
-        drawing = f"<figcaption>{escape(panel.title)}</figcaption>{svg(chart, id=f'{e.name}-{i}')}"
+        drawing = f"<figcaption>{escape(chart.title)}</figcaption>{svg(chart, id=f'{e.name}-{i}')}"
         figures.append(f"<figure{group}>{drawing}{legend}</figure>")
     if shared:  # beside an odd panel there is room for the one legend; else it goes below the panels
         figures.append(_legend(drawn[0][1], "beside" if len(drawn) % 2 else "below"))

@@ -56,7 +56,9 @@ def judge(claim: Claim, collection: Collection) -> Verdict:
         return Verdict(claim, "open", f"no {METRICS[claim.metric].label} recorded")
     gap, noise = x.mean - y.mean, _noise(x, y)
     digits = METRICS[claim.metric].digits
-    measured = f"{x.mean:.{digits}f} − {y.mean:.{digits}f} = {gap:+.{digits}f} (noise {noise:.{digits}f})"
+    measured = f"{x.mean:.{digits}f} − {y.mean:.{digits}f} = {gap:+.{digits}f} (noise {noise:.{digits}f})".replace(
+        "-", "−"
+    )
     verdict: Kind
     if claim.rule == "better":
         verdict = "holds" if gap > noise else "fails" if gap < -noise else "open"
@@ -78,7 +80,9 @@ def _diverges(claim: Claim, a: Result, b: Result) -> Verdict:
     if x is None or y is None:
         return Verdict(claim, "open", "no accuracy recorded")
     lost = y.mean - x.mean
-    return Verdict(claim, "holds" if lost >= claim.margin else "fails", f"{x.mean:.2f}: {lost:+.2f} points lost")
+    return Verdict(
+        claim, "holds" if lost >= claim.margin else "fails", f"{x.mean:.2f}: {lost:+.2f} points lost".replace("-", "−")
+    )
 
 
 def _sooner(claim: Claim, a: Result, b: Result) -> Verdict:
