@@ -65,7 +65,7 @@ def rotate_channels_(
 ) -> None:
     """`rotate_channel_` for lists of tensors; all that one launch can take go into one launch.
 
-    ``cache`` belongs to the caller and keeps what describes these lists from step to step.
+    ``cache`` belongs to the caller and keeps the angle's place on each device from step to step.
     """
     by_device: dict[torch.device, list[int]] = {}
     for i, weight in enumerate(weights):
@@ -88,18 +88,16 @@ def rotate_rows_triton_(
     cache: dict[Any, Any],
 ) -> None:
     """The Triton launch, for float32 tensors of one device whose rows are dense and of one layout."""
-    from normmatters.kernels.triton.rotate_rows import RowTable  # triton is there only where GPUs are
+    from normmatters.kernels.triton.rotate_rows import rotate_rows_  # triton is there only where GPUs are
 
-    device, shapes = weights[0].device, [w.shape for w in weights]
-    if device not in cache or cache[device][0] != shapes:
-        cache[device] = shapes, RowTable(weights), torch.zeros((), device=device)
-    _, table, theta = cache[device]
+    device = weights[0].device
+    theta = cache.setdefault(device, torch.zeros((), device=device))
     if isinstance(angle, Tensor):
         theta.copy_(angle)
     else:
         theta.fill_(angle)
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        table.rotate_(weights, directions, grads, norms, theta)
+        rotate_rows_(weights, directions, grads, norms, theta)
 
 
 def _one_layout(weight: Tensor, direction: Tensor, grad: Tensor) -> bool:

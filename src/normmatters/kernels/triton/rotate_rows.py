@@ -1,7 +1,7 @@
 """Turn every row of many matrices by one angle, in one launch: the kernel behind `normmatters.optim.AngularSGD`.
 
-One program takes one row: its dot products, then the part of the direction that is orthogonal to it, then the turned
-row. A row is read from DRAM once and found in cache after that, so the launch costs three reads and one write.
+A program takes a tile of rows: their dot products, then the part of the direction that is orthogonal to each, then the
+turned rows. They are read from DRAM once and found in cache after that, so the launch costs three reads and one write.
 """
 
 from __future__ import annotations
@@ -11,100 +11,83 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from normmatters.kernels.triton.rows import (
+    addresses_of,
+    aligned,
+    load_pointer,
+    load_rows,
+    load_task,
+    store_rows,
+    tables_of,
+)
+
 
 @triton.jit
-def _rotate_rows(addresses, lengths, tensor_of_row, row_in_tensor, angle, tensors, tolerance, BLOCK: tl.constexpr):
-    row = tl.program_id(0)
-    t = tl.load(tensor_of_row + row)
-    r = tl.load(row_in_tensor + row).to(tl.int64)
-    n = tl.load(lengths + t)
-    w_ptr = tl.load(addresses + t).to(tl.pointer_type(tl.float32)) + r * n
-    d_ptr = tl.load(addresses + tensors + t).to(tl.pointer_type(tl.float32)) + r * n
-    g_ptr = tl.load(addresses + 2 * tensors + t).to(tl.pointer_type(tl.float32)) + r * n
-    norm = tl.load(tl.load(addresses + 3 * tensors + t).to(tl.pointer_type(tl.float32)) + r)
-
-    columns = tl.arange(0, BLOCK)
-    ww = tl.zeros((BLOCK,), tl.float32)
-    wd = tl.zeros((BLOCK,), tl.float32)
-    dd = tl.zeros((BLOCK,), tl.float32)
-    gg = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, n, BLOCK):
-        inside = start + columns < n
-        w = tl.load(w_ptr + start + columns, inside, 0.0)
-        d = tl.load(d_ptr + start + columns, inside, 0.0)
-        g = tl.load(g_ptr + start + columns, inside, 0.0)
+def _rotate(w_ptr, d_ptr, g_ptr, norm_ptr, cos, sin, tolerance, first, rows, n, R: tl.constexpr, B: tl.constexpr):
+    row = first + tl.arange(0, R).to(tl.int64)
+    column = tl.arange(0, B)
+    norm = tl.load(norm_ptr + row, mask=row < rows, other=0.0)
+    ww = tl.zeros((R, B), tl.float32)
+    wd = tl.zeros((R, B), tl.float32)
+    dd = tl.zeros((R, B), tl.float32)
+    gg = tl.zeros((R, B), tl.float32)
+    for start in range(0, n, B):
+        w = load_rows(w_ptr, row, start + column, rows, n)
+        d = load_rows(d_ptr, row, start + column, rows, n)
+        g = load_rows(g_ptr, row, start + column, rows, n)
         ww += w * w
         wd += w * d
         dd += d * d
         gg = tl.maximum(gg, tl.abs(g))  # a square could underflow to zero
-    length2 = tl.sum(ww, 0)
-    along = tl.sum(wd, 0) / length2
+    length2 = tl.sum(ww, axis=1)
+    along = tl.sum(wd, axis=1) / length2
 
-    pp = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, n, BLOCK):
-        inside = start + columns < n
-        w = tl.load(w_ptr + start + columns, inside, 0.0)
-        d = tl.load(d_ptr + start + columns, inside, 0.0)
+    pp = tl.zeros((R, B), tl.float32)
+    for start in range(0, n, B):
+        w = load_rows(w_ptr, row, start + column, rows, n)
         # Subtract first, square after: dd − wd²/ww would lose the digits of a direction that is nearly along w.
-        p = d - along * w
+        p = load_rows(d_ptr, row, start + column, rows, n) - along[:, None] * w
         pp += p * p
-    perpendicular = tl.sqrt(tl.sum(pp, 0))
+    perpendicular = tl.sqrt_rn(tl.sum(pp, axis=1))
 
-    turns = (tl.max(gg, 0) > 0) & (perpendicular > tolerance * tl.sqrt(tl.sum(dd, 0)))
-    theta = tl.load(angle)
-    a = tl.where(turns, tl.cos(theta), 1.0) * norm / tl.sqrt(length2)
-    b = tl.where(turns, tl.sin(theta) * norm / tl.where(turns, perpendicular, 1.0), 0.0)
-    for start in range(0, n, BLOCK):
-        inside = start + columns < n
-        w = tl.load(w_ptr + start + columns, inside, 0.0)
-        d = tl.load(d_ptr + start + columns, inside, 0.0)
-        tl.store(w_ptr + start + columns, a * w - b * (d - along * w), inside)
+    turns = (tl.max(gg, axis=1) > 0) & (perpendicular > tolerance * tl.sqrt_rn(tl.sum(dd, axis=1)))
+    a = tl.where(turns, cos, 1.0) * norm / tl.sqrt_rn(length2)
+    b = tl.where(turns, sin * norm / tl.where(turns, perpendicular, 1.0), 0.0)
+    for start in range(0, n, B):
+        w = load_rows(w_ptr, row, start + column, rows, n)
+        p = load_rows(d_ptr, row, start + column, rows, n) - along[:, None] * w
+        store_rows(w_ptr, a[:, None] * w - b[:, None] * p, row, start + column, rows, n)
 
 
-def _write(addresses: Tensor, pointers: list[int]) -> None:
-    # As arguments of a kernel and not as a copy from the host, which a CUDA graph would not take.
-    addresses.zero_()
-    torch._foreach_add_(list(addresses.unbind()), pointers)
+@triton.jit
+def _rotate_rows(addresses_ptr, layers_ptr, tasks_ptr, angle_ptr, tensors, tolerance, WIDE: tl.constexpr):
+    t, first, rows, n, _offset, _before = load_task(layers_ptr, tasks_ptr, tensors, WIDE)
+    w_ptr = load_pointer(addresses_ptr, t, tl.float32, WIDE)
+    d_ptr = load_pointer(addresses_ptr, tensors + t, tl.float32, WIDE)
+    g_ptr = load_pointer(addresses_ptr, 2 * tensors + t, tl.float32, WIDE)
+    norm_ptr = load_pointer(addresses_ptr, 3 * tensors + t, tl.float32, 1)
+    cos = tl.cos(tl.load(angle_ptr))
+    sin = tl.sin(tl.load(angle_ptr))
+    if n <= 128:
+        _rotate(w_ptr, d_ptr, g_ptr, norm_ptr, cos, sin, tolerance, first, rows, n, 16, 128)
+    elif n <= 512:
+        _rotate(w_ptr, d_ptr, g_ptr, norm_ptr, cos, sin, tolerance, first, rows, n, 4, 512)
+    else:
+        _rotate(w_ptr, d_ptr, g_ptr, norm_ptr, cos, sin, tolerance, first, rows, n, 1, 2048)
 
 
-class RowTable:
-    """Where the rows of a list of float32 matrices lie. Built once; only changed addresses are sent again.
+def rotate_rows_(
+    weights: list[Tensor], directions: list[Tensor], grads: list[Tensor], norms: list[Tensor], angle: Tensor
+) -> None:
+    """Turn each row of ``weights`` by ``angle`` (0-dim float32) away from ``directions``; see `multi_tensor`.
 
     Args:
-        weights: tensors whose slices along dimension 0 are dense in memory, all on one device.
+        weights, directions, grads: float32 tensors of one device whose slices along dimension 0 are dense in memory,
+            the three of one weight strided alike.
+        norms: for each weight the new norm of its rows, dense.
     """
-
-    def __init__(self, weights: list[Tensor]) -> None:
-        device, counts = weights[0].device, [w.shape[0] for w in weights]
-        self.rows = sum(counts)
-        self._addresses = torch.zeros(4 * len(weights), dtype=torch.int64, device=device)
-        self.lengths = torch.tensor([w.numel() // w.shape[0] for w in weights], dtype=torch.int32, device=device)
-        self.tensor_of_row = torch.cat([torch.full((c,), i, dtype=torch.int32) for i, c in enumerate(counts)]).to(
-            device
-        )
-        self.row_in_tensor = torch.cat([torch.arange(c, dtype=torch.int32) for c in counts]).to(device)
-        self._known: list[int] = []
-
-    def rotate_(
-        self, weights: list[Tensor], directions: list[Tensor], grads: list[Tensor], norms: list[Tensor], angle: Tensor
-    ) -> None:
-        """Turn each row of ``weights`` by ``angle`` (0-dim float32) away from ``directions``; see `multi_tensor`."""
-        pointers = [x.data_ptr() for xs in (weights, directions, grads, norms) for x in xs]
-        addresses = self._addresses
-        if addresses.is_cuda and torch.cuda.is_current_stream_capturing():
-            # A graph keeps a table of its own, so that steps outside it cannot change what it replays.
-            addresses = torch.zeros_like(addresses)
-            _write(addresses, pointers)
-        elif pointers != self._known:
-            _write(addresses, pointers)
-            self._known = pointers
-        _rotate_rows[(self.rows,)](
-            addresses,
-            self.lengths,
-            self.tensor_of_row,
-            self.row_in_tensor,
-            angle,
-            len(weights),
-            16 * torch.finfo(torch.float32).eps,
-            BLOCK=1024,
+    tables, addresses = tables_of(weights), addresses_of(weights, directions, grads, norms)
+    for wide, tasks in tables.launches(aligned=aligned(weights, directions, grads)):
+        _rotate_rows[(len(tasks),)](
+            addresses, tables.layers, tasks, angle, len(weights), 16 * torch.finfo(torch.float32).eps, WIDE=wide
         )

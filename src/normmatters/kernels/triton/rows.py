@@ -1,0 +1,123 @@
+"""The rows of many tensors in one launch: tables that tell each program which rows of which tensor are its own.
+
+A tensor counts as a matrix: dimension 0 counts its rows, which are dense in memory, one after the other. Rows come in
+all lengths, from a few numbers to a whole embedding, so a program takes a tile of several short rows, or a piece of a
+long one at a time. Two tables say where everything lies. One depends on shapes alone and is made once; the other holds
+the addresses of the tensors, and is sent again only if they change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Tiles of 2048 elements: rows, and the longest row that each is for. The last one goes along longer rows in steps.
+# Kernels choose among them by the same numbers.
+TILES = ((16, 128), (4, 512), (1, 2048))
+# Elements that one wide load takes: 16 bytes of float32.
+_WIDE = 4
+_MAX_ADDRESS_TABLES = 256
+
+
+@triton.jit
+def load_task(layers_ptr, tasks_ptr, tensors, WIDE: tl.constexpr):
+    """What this program is to do: the tensor, its first row, its rows and their length, and where its results begin."""
+    tensor = tl.load(tasks_ptr + 2 * tl.program_id(0))
+    first = tl.load(tasks_ptr + 2 * tl.program_id(0) + 1)
+    n = tl.load(layers_ptr + tensor)
+    rows = tl.load(layers_ptr + tensors + tensor)
+    offset = tl.load(layers_ptr + 2 * tensors + tensor)
+    rows_before = tl.load(layers_ptr + 3 * tensors + tensor)
+    # Nothing but hints for wide loads: the compiler sees the factor.
+    n = n // WIDE * WIDE
+    offset = offset // WIDE * WIDE
+    return tensor, first, rows, n, offset, rows_before
+
+
+@triton.jit
+def load_pointer(addresses_ptr, index, TYPE: tl.constexpr, WIDE: tl.constexpr):
+    ptr = tl.load(addresses_ptr + index).to(tl.pointer_type(TYPE))
+    if WIDE > 1:
+        ptr = tl.multiple_of(ptr, 16)
+    return ptr
+
+
+@triton.jit
+def load_rows(ptr, row, col, rows, n):
+    """A tile of rows of length n in float32; zero outside."""
+    inside = (row < rows)[:, None] & (col < n)[None, :]
+    return tl.load(ptr + row[:, None] * n + col[None, :], mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_rows(ptr, value, row, col, rows, n):
+    inside = (row < rows)[:, None] & (col < n)[None, :]
+    tl.store(ptr + row[:, None] * n + col[None, :], value.to(ptr.dtype.element_ty), mask=inside)
+
+
+class Tables(NamedTuple):
+    """Where the rows lie; it depends on shapes alone."""
+
+    layers: Tensor  # int64 [4, tensors]: row length, rows, elements before, rows before
+    tasks: tuple[tuple[int, Tensor], ...]  # (elements a load, int32 [programs, 2]: tensor and first row)
+    rows: int
+    numel: int
+
+    def launches(self, *, aligned: bool) -> Iterator[tuple[int, Tensor]]:
+        """Elements a load, and the tasks, of each launch: one for rows that allow wide loads, one for the others."""
+        return ((wide if aligned else 1, tasks) for wide, tasks in self.tasks)
+
+
+_tables: dict[tuple[torch.device, tuple[tuple[int, int], ...]], Tables] = {}
+_addresses: dict[tuple[torch.device, int, tuple[int, ...]], Tensor] = {}
+
+
+def tables_of(tensors: list[Tensor]) -> Tables:
+    """The tables for these shapes. They stay for good: graphs that were captured with them may still be replayed."""
+    shapes = tuple((x.numel() // x.shape[0], x.shape[0]) for x in tensors)
+    device = tensors[0].device
+    if (device, shapes) not in _tables:
+        layers: list[list[int]] = []
+        tasks: dict[int, list[tuple[int, int]]] = {_WIDE: [], 1: []}
+        offset = rows_before = 0
+        for t, (n, rows) in enumerate(shapes):
+            layers.append([n, rows, offset, rows_before])
+            block = next((r for r, longest in TILES if n <= longest), 1)
+            wide = _WIDE if n % _WIDE == 0 and offset % _WIDE == 0 else 1
+            tasks[wide] += [(t, first) for first in range(0, rows, block)]
+            offset, rows_before = offset + n * rows, rows_before + rows
+        lists = tuple((w, torch.tensor(one, dtype=torch.int32).to(device)) for w, one in tasks.items() if one)
+        matrix = torch.tensor(layers, dtype=torch.int64).t().contiguous().to(device)
+        _tables[device, shapes] = Tables(matrix, lists, rows_before, offset)
+    return _tables[device, shapes]
+
+
+def addresses_of(*lists: list[Tensor]) -> Tensor:
+    """The addresses of all tensors, int64 [lists · tensors], on their device."""
+    pointers = [x.data_ptr() for tensors in lists for x in tensors]
+    device = lists[0][0].device
+    if device.type != "cuda":
+        return torch.tensor(pointers)
+    if torch.cuda.is_current_stream_capturing():
+        # A graph keeps a table of its own. Its entries travel as arguments of a kernel, not as a copy from the host.
+        table = torch.zeros(len(pointers), dtype=torch.int64, device=device)
+        torch._foreach_add_(list(table.unbind()), pointers)
+        return table
+    # A table belongs to the stream that fills it, so that it is neither read too early nor freed too early.
+    key = (device, torch.cuda.current_stream(device).cuda_stream, tuple(pointers))
+    if key not in _addresses:
+        if len(_addresses) >= _MAX_ADDRESS_TABLES:
+            _addresses.clear()
+        # Pinned, so that the host need not wait for the device.
+        _addresses[key] = torch.tensor(pointers).pin_memory().to(device, non_blocking=True)
+    return _addresses[key]
+
+
+def aligned(*lists: list[Tensor]) -> bool:
+    """Whether every tensor begins where a wide load may."""
+    return all(x.data_ptr() % 16 == 0 for tensors in lists for x in tensors)
