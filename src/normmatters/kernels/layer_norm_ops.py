@@ -34,7 +34,8 @@ def layer_norm_forward(
     """y, shaped like the matrix x, and the statistics of its rows that the backward pass needs."""
     weight = None if weight is None else weight.contiguous()
     bias = None if bias is None else bias.contiguous()
-    return kernels.forward(x.contiguous(), weight, bias, eps, constant, l1, centered)
+    with torch.cuda.device_of(x):  # kernels run on the current device
+        return kernels.forward(x.contiguous(), weight, bias, eps, constant, l1, centered)
 
 
 @layer_norm_forward.register_fake
@@ -60,9 +61,10 @@ def layer_norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx, dweight and dbias; the last two are empty unless ``parameters``."""
     weight = None if weight is None else weight.contiguous()
-    return kernels.backward(
-        g.contiguous(), x.contiguous(), weight, stats, constant, l1, centered, parameters, weight_dtype, bias_dtype
-    )
+    with torch.cuda.device_of(x):
+        return kernels.backward(
+            g.contiguous(), x.contiguous(), weight, stats, constant, l1, centered, parameters, weight_dtype, bias_dtype
+        )
 
 
 @layer_norm_backward.register_fake

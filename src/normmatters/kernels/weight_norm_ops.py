@@ -60,7 +60,8 @@ def _cut(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
 @torch.library.custom_op("normmatters::bounded_weights", mutates_args=())
 def bounded_weights(v: list[Tensor], rho: list[Tensor], p: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """ρ·v/‖v‖_p of all tensors as one flat buffer of ``dtype``, and the norms of all rows. p: 1, 2, or 0 for ∞."""
-    return kernels.forward(v, rho, p, dtype)
+    with torch.cuda.device_of(v[0]):  # kernels run on the current device
+        return kernels.forward(v, rho, p, dtype)
 
 
 @bounded_weights.register_fake
@@ -72,7 +73,8 @@ def _(v: list[Tensor], rho: list[Tensor], p: int, dtype: torch.dtype) -> tuple[T
 @torch.library.custom_op("normmatters::bounded_weights_backward", mutates_args=())
 def bounded_weights_backward(g: Tensor, v: list[Tensor], rho: list[Tensor], norms: Tensor, p: int) -> Tensor:
     """The gradients of all v as one flat buffer."""
-    return kernels.backward(g.contiguous(), v, rho, norms, p)
+    with torch.cuda.device_of(v[0]):
+        return kernels.backward(g.contiguous(), v, rho, norms, p)
 
 
 @bounded_weights_backward.register_fake
