@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import settings
+
+# Without a GPU the kernels' tests run through Triton's interpreter. Triton reads this variable when it is imported, which
+# torch.compile does as well: so it is set here, before any test module is. Only tests/kernels sends CPU tensors there.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 # The same examples on every run: a failure is one that anyone can reproduce.
 settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=20, database=None)

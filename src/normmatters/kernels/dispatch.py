@@ -44,8 +44,9 @@ def _find_triton() -> str:
 
 
 _TRITON_MISSING = _find_triton()
-# Triton's interpreter runs the kernels on the CPU, for tests.
-_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+# Triton's interpreter (TRITON_INTERPRET=1) runs the kernels on a CPU, thousands of times slower than the equations do:
+# the kernels' own tests ask for it, and nothing else should get it for having the variable set.
+_INTERPRETED = os.environ.get("NORMMATTERS_KERNELS") == "interpret"
 
 
 def _why_not_triton(input: Tensor) -> str:

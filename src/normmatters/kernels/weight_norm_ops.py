@@ -10,18 +10,15 @@ import math
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
+from normmatters.kernels import dispatch
 from normmatters.kernels.triton import weight_norm as kernels
-
-# Without a GPU the kernels run where Triton interprets them: in tests.
-_INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 
 def supported(v: Tensor, rho: Tensor, *, dim: int | None, p: float, k: int | None) -> str | None:
     """Why the kernels cannot take this weight, or None if they can."""
-    if not (v.is_cuda or (_INTERPRETED and v.device.type == "cpu")):
+    if not (v.is_cuda or (dispatch._INTERPRETED and v.device.type == "cpu")):
         return f"they run on a CUDA device, not on {v.device}"
     if v.dtype not in kernels.DTYPES or rho.dtype != torch.float32:
         return f"they take float16, bfloat16 and float32 with a float32 rho, not {v.dtype} with {rho.dtype}"
