@@ -18,8 +18,6 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Literal, SupportsIndex, get_args
 
-import torch
-
 __all__ = ["ConstantMethod", "NormOrder", "gaussian_scale"]
 
 NormOrder = float | Literal["range"]
@@ -99,10 +97,13 @@ def _paper_scale(p: NormOrder, n: int, k: int | None) -> float:
     return c_inf + (c_l1 - c_inf) * ((k or 1) - 1) / (n - 1)
 
 
-# torch.compile should see a number here, not trace a thousand steps of quadrature.
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _exact_scale(p: NormOrder, n: int, k: int | None) -> float:
     return _cached_exact_scale(p, n, k)
+
+
+# torch.compile should see a number here, not trace a thousand steps of quadrature. This is all that
+# torch.compiler.assume_constant_result does, but for importing the whole compiler (a second) with this file.
+_exact_scale._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @lru_cache(maxsize=4096)

@@ -42,6 +42,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo  # unlike torch.compiler.disable, it imports the compiler only when called
 from torch.autograd.function import once_differentiable
 
 from normmatters import functional
@@ -132,7 +133,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 def _eager(function: _F) -> _F:
     # A compiled graph would drop the round trips through fp16, which are the point here.
-    return torch.compiler.disable(function)  # type: ignore[no-any-return]
+    return _disable_dynamo(function)  # type: ignore[return-value]
 
 
 @_eager

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo  # unlike torch.compiler.disable, it imports the compiler only when called
 from torch.autograd.function import once_differentiable
 from torch.nn import init
 
@@ -370,7 +371,7 @@ def _like(rows: Tensor, input: Tensor) -> Tensor:
 
 
 # A compiled graph may not move collectives, whose order every rank must share.
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@_disable_dynamo
 def _sync_normalize(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, rule: _Rule
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
