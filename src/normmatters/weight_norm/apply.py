@@ -55,6 +55,8 @@ def apply_weight_norm(
 ) -> WeightNormReport:
     """Normalize the weights of all linear, convolutional, recurrent and attention layers of ``model``, in place.
 
+    On a GPU, :func:`fuse` makes the normalized model faster.
+
     Args:
         model: any module, or a single layer.
         filter: ``filter(name, module) -> bool`` picks the layers, by their name in ``named_modules()``.
