@@ -1,7 +1,7 @@
 """Chooses the backend of each normalization: fused Triton kernels, the hand-derived gradient, or the plain equation.
 
-:func:`batch_norm_backend` and :func:`layer_norm_backend` say which one serves a call, and why not a faster one. The same
-sentence is logged once (logger ``normmatters.kernels``, level INFO) when a call on a GPU falls back.
+:func:`batch_norm_backend` and :func:`layer_norm_backend` say which one serves a call, and why not a faster one. When a
+call on a GPU falls back, the same sentence is logged once (logger ``normmatters.kernels``, level INFO).
 """
 
 from __future__ import annotations

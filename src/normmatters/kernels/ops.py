@@ -1,10 +1,13 @@
-"""The fused batch norm as PyTorch operators: ``torch.ops.normmatters.*``.
+"""The fused batch norm as PyTorch operators, ``torch.ops.normmatters.batch_norm_*``, and as one eager autograd node.
 
-Training is two operators. ``batch_norm_statistics`` reads the input once, gives the batch's statistics and moves the
-running ones (the only thing that is changed in place). ``batch_norm_apply`` normalizes; it is functional, and its
-autograd formula is the gradient of the *whole* batch norm, statistics included, so the first one needs none.
+For the compiler, training is two operators. ``batch_norm_statistics`` reads the input once, gives the statistics of the
+batch and moves the running ones (the only thing that is changed in place). ``batch_norm_apply`` normalizes; it is functional,
+and its autograd formula is the gradient of the *whole* batch norm, statistics included, so the first one needs none.
 Splitting them this way keeps the buffer update inside the kernel that has the numbers, and the differentiable operator
 free of mutation, as ``torch.compile`` wants it.
+
+In eager mode the same kernels are called from one :class:`torch.autograd.Function`: the dispatcher's way to a Python
+operator and its autograd formula costs more time than launching all the kernels of a small layer.
 """
 
 from __future__ import annotations
@@ -15,7 +18,23 @@ import torch
 from torch import Tensor
 
 from normmatters.kernels.triton import batch_norm as kernels
-from normmatters.kernels.triton.layout import memory_format
+from normmatters.kernels.triton.layout import memory_format, view_of
+
+_library = torch.library.Library("normmatters", "FRAGMENT")
+
+_library.define(
+    "batch_norm_statistics(Tensor x, Tensor(a!)? running_mean, Tensor(b!)? running_var, float momentum, float eps, "
+    "str kind, int k, float constant) -> (Tensor, Tensor)"
+)
+_library.define(
+    "batch_norm_apply(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor statistics, Tensor index, "
+    "str kind, int k, float constant, bool relu, bool lean, bool save) -> (Tensor, Tensor, Tensor)"
+)
+_library.define(
+    "batch_norm_backward(Tensor g, Tensor saved, Tensor code, Tensor count, Tensor statistics, Tensor index, "
+    "Tensor? weight, Tensor? bias, str kind, int k, float constant, bool relu, bool residual, bool lean, "
+    "bool need_dresidual, bool channels_last) -> (Tensor, Tensor, Tensor, Tensor)"
+)
 
 
 def _dense(x: Tensor) -> Tensor:
@@ -28,8 +47,7 @@ def _format(g: Tensor, channels_last: bool) -> torch.memory_format:
     return torch.channels_last if g.dim() == 4 else torch.channels_last_3d
 
 
-@torch.library.custom_op("normmatters::batch_norm_statistics", mutates_args=("running_mean", "running_var"))
-def batch_norm_statistics(
+def _statistics(
     x: Tensor,
     running_mean: Tensor | None,
     running_var: Tensor | None,
@@ -40,11 +58,11 @@ def batch_norm_statistics(
     constant: float,
 ) -> tuple[Tensor, Tensor]:
     """(μ, 1/D, s/D) as [3, C], and the offsets of the extreme elements as [kept, C]."""
-    return kernels.statistics(_dense(x), running_mean, running_var, momentum, eps, kind, k, constant)
+    statistics, index = kernels.statistics(_dense(x), running_mean, running_var, momentum, eps, kind, k, constant)
+    return statistics, x.new_empty((0, x.shape[1]), dtype=torch.int64) if index is None else index
 
 
-@batch_norm_statistics.register_fake
-def _(
+def _fake_statistics(
     x: Tensor,
     running_mean: Tensor | None,
     running_var: Tensor | None,
@@ -59,15 +77,15 @@ def _(
     return stats, x.new_empty((kernels.kept(kind, k), channels), dtype=torch.int64)
 
 
-@torch.library.custom_op("normmatters::batch_norm_apply", mutates_args=())
-def batch_norm_apply(
+def _apply(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
     residual: Tensor | None,
     statistics: Tensor,
-    index: Tensor,
+    index: Tensor | None,
     kind: str,
+    k: int,
     constant: float,
     relu: bool,
     lean: bool,
@@ -80,8 +98,7 @@ def batch_norm_apply(
     return kernels.normalize(x, weight, bias, residual, statistics, kind, relu=relu, lean=lean, save=save)
 
 
-@batch_norm_apply.register_fake
-def _(
+def _fake_apply(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -89,21 +106,21 @@ def _(
     statistics: Tensor,
     index: Tensor,
     kind: str,
+    k: int,
     constant: float,
     relu: bool,
     lean: bool,
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     z = torch.empty_like(x, memory_format=memory_format(x))
-    shape, bits, counts = kernels.saved_shapes(z, kind, relu=relu, residual=residual is not None, lean=lean)
-    if not save:
-        shape, bits, counts = (0, 0), 0, (0, 0)
+    shape, bits, counts = kernels.saved_shapes(
+        view_of(z), z.element_size(), kind, relu=relu, residual=residual is not None, lean=lean, save=save
+    )
     code = x.new_empty(shape, dtype=kernels.code_dtype(bits))
     return z, code, x.new_empty(counts, dtype=torch.int32)
 
 
-@torch.library.custom_op("normmatters::batch_norm_backward", mutates_args=())
-def batch_norm_backward(
+def _backward(
     g: Tensor,
     saved: Tensor,
     code: Tensor,
@@ -113,6 +130,7 @@ def batch_norm_backward(
     weight: Tensor | None,
     bias: Tensor | None,
     kind: str,
+    k: int,
     constant: float,
     relu: bool,
     residual: bool,
@@ -121,14 +139,39 @@ def batch_norm_backward(
     channels_last: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dx, dγ, dβ, and the residual's gradient (empty where it is g itself)."""
+    dx, dweight, dbias, dresidual = _gradients(
+        g, saved, code, count, statistics, index, weight, bias, kind, k, constant,
+        relu, residual, lean, need_dresidual, channels_last,
+    )  # fmt: skip
+    return dx, dweight, dbias, g.new_empty(0) if dresidual is None else dresidual
+
+
+def _gradients(
+    g: Tensor,
+    saved: Tensor,
+    code: Tensor,
+    count: Tensor,
+    statistics: Tensor,
+    index: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    kind: str,
+    k: int,
+    constant: float,
+    relu: bool,
+    residual: bool,
+    lean: bool,
+    need_dresidual: bool,
+    channels_last: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    g = g.contiguous(memory_format=_format(g, channels_last))
     return kernels.gradient(
-        g.contiguous(memory_format=_format(g, channels_last)), saved, code, count, statistics, index, weight, bias, kind, constant,
+        g, saved, code, count, statistics, index, weight, bias, kind, k, constant,
         relu=relu, residual=residual, lean=lean, need_dresidual=need_dresidual,
     )  # fmt: skip
 
 
-@batch_norm_backward.register_fake
-def _(
+def _fake_backward(
     g: Tensor,
     saved: Tensor,
     code: Tensor,
@@ -138,6 +181,7 @@ def _(
     weight: Tensor | None,
     bias: Tensor | None,
     kind: str,
+    k: int,
     constant: float,
     relu: bool,
     residual: bool,
@@ -151,36 +195,85 @@ def _(
     return dx, dweight, torch.empty_like(dweight), dresidual
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    x, weight, bias, residual, statistics, index, kind, constant, relu, lean, _ = inputs
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    """What the backward pass keeps: x (exact), the output (lean), or codes alone (lean, where nobody else keeps it)."""
+    x, weight, bias, residual, statistics, index, kind, k, constant, relu, lean, _ = inputs
     z, code, count = output
-    ctx.channels_last = memory_format(x) is not torch.contiguous_format
+    saved = None
     if lean:
-        saved = None if residual is not None else z
-    else:
-        saved = None if kind == "mean" else _dense(x)
+        saved = z if kernels.inverts_output(relu=relu, residual=residual is not None) else None
+    elif kind != "mean":
+        saved = _dense(x)
     ctx.save_for_backward(saved, code, count, statistics, index, weight, bias)
-    ctx.arguments = (kind, constant, relu, residual is not None, lean)
-    ctx.need_dresidual = residual is not None and residual.requires_grad
+    need_dresidual = residual is not None and residual.requires_grad
+    channels_last = memory_format(x) is not torch.contiguous_format
+    ctx.arguments = (kind, k, constant, relu, residual is not None, lean, need_dresidual, channels_last)
 
 
-def _backward(ctx: Any, g: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+def _input_gradients(ctx: Any, g: Tensor, backward: Any) -> tuple[Tensor | None, ...]:
+    """dx, dγ, dβ and the residual's gradient, by ``backward``: the kernels or the operator that stands for them."""
     saved, code, count, statistics, index, weight, bias = ctx.saved_tensors
-    relu = ctx.arguments[2]
-    dx, dweight, dbias, dresidual = batch_norm_backward(
-        g, g if saved is None else saved, code, count, statistics, index, weight, bias,
-        *ctx.arguments, ctx.need_dresidual, ctx.channels_last,
-    )  # fmt: skip
+    _, _, _, relu, _, _, need_dresidual, _ = ctx.arguments
+    dx, dweight, dbias, dresidual = backward(
+        g, g if saved is None else saved, code, count, statistics, index, weight, bias, *ctx.arguments
+    )
     return (
         dx,
         None if weight is None else dweight.to(weight.dtype),
         None if bias is None else dbias.to(bias.dtype),
-        (dresidual if relu else g) if ctx.need_dresidual else None,
-        *[None] * 7,
+        (dresidual if relu else g) if need_dresidual else None,
     )
 
 
-batch_norm_apply.register_autograd(_backward, setup_context=_setup_context)
+def _register() -> None:
+    for name, kernel, fake in (
+        ("batch_norm_statistics", _statistics, _fake_statistics),
+        ("batch_norm_apply", _apply, _fake_apply),
+        ("batch_norm_backward", _backward, _fake_backward),
+    ):
+        _library.impl(name, kernel, "CUDA")
+        _library.impl(name, kernel, "CPU")  # through Triton's interpreter
+        torch.library.register_fake(f"normmatters::{name}", fake, lib=_library)
+
+    def backward(ctx: Any, g: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        return *_input_gradients(ctx, g, torch.ops.normmatters.batch_norm_backward), *[None] * 8
+
+    torch.library.register_autograd("normmatters::batch_norm_apply", backward, setup_context=_save, lib=_library)
+
+
+_register()
+
+
+class _BatchNorm(torch.autograd.Function):
+    """The eager node: statistics and normalization forward, one gradient backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        running: tuple[Any, ...],
+        kind: str,
+        k: int,
+        constant: float,
+        relu: bool,
+        lean: bool,
+        save: bool,
+    ) -> Tensor:
+        x = _dense(x)
+        statistics, index = kernels.statistics(x, *running)
+        inputs = (x, weight, bias, residual, statistics, index, kind, k, constant, relu, lean, save)
+        output = _apply(*inputs)
+        if save:
+            _save(ctx, inputs, output)
+        return output[0]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return *_input_gradients(ctx, g, _gradients), *[None] * 7
 
 
 def batch_norm(
@@ -199,15 +292,16 @@ def batch_norm(
     residual: Tensor | None,
     memory: str,
 ) -> Tensor:
-    """A training step's batch norm through the two operators; arguments are checked by the dispatcher."""
-    with torch.no_grad():
-        statistics, index = batch_norm_statistics(
-            x.detach(), running_mean, running_var, momentum, eps, kind, k or 0, constant
-        )
-    inputs = (x, weight, bias, residual)
-    save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
+    """A training step's batch norm; the dispatcher has checked the arguments."""
+    relu = act == "relu"
     lean = memory == "lean" and kind == "l1"  # the other statistics' gradients need the input itself
-    z, _, _ = batch_norm_apply(
-        x, weight, bias, residual, statistics, index, kind, constant, act == "relu", lean, save
-    )
+    save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias, residual))
+    running = (running_mean, running_var, momentum, eps, kind, k or 0, constant)
+    if not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() == 0:
+        z: Tensor = _BatchNorm.apply(x, weight, bias, residual, running, kind, k or 0, constant, relu, lean, save)
+        return z
+    with torch.no_grad():
+        statistics, index = torch.ops.normmatters.batch_norm_statistics(x.detach(), *running)
+    arguments = (statistics, index, kind, k or 0, constant, relu, lean, save)
+    z = torch.ops.normmatters.batch_norm_apply(x, weight, bias, residual, *arguments)[0]
     return z

@@ -112,8 +112,9 @@ def normalize_kernel(
                 pairs = (word & 0x11) + ((word >> 2) & 0x11)
                 above = (pairs + (pairs >> 4)) & 7
         if CODE_BITS == 4:
-            # Near 2²³ floats are whole numbers: one multiply-add rounds, and the code stands in the last four bits.
-            level = d * (inverse * (1.0 / STEP))[None, None, :] + (8388608.0 + 7.5)
+            # Near 2²³ floats are whole numbers: adding that rounds, and the code stands in the last four bits. The half
+            # is taken off first, as it cannot be said at that size; then the top bit is [x ≥ μ], exactly.
+            level = (d * (inverse * (1.0 / STEP))[None, None, :] - 0.5) + (8388608.0 + 8.0)
             level = tl.minimum(tl.maximum(level, 8388608.0 + 1.0), 8388608.0 + 14.0)
             code = level.to(tl.int32, bitcast=True) & 15
             if RELU:
@@ -171,9 +172,9 @@ def is_open_code(words):
 
 @triton.jit
 def coarse(words):
-    """x̂ in steps, from four-bit codes: code − 7.5."""
+    """code − 8 of four-bit codes: x̂ in steps, less the half that one sum a channel puts back."""
     code = (words.to(tl.int32)[:, None, :] >> (tl.arange(0, ROWS) * 4)[None, :, None]) & 15
-    return (code | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + 7.5)
+    return (code | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + 8.0)
 
 
 @triton.jit
@@ -184,7 +185,7 @@ def reduce_kernel(
     weight_ptr,
     bias_ptr,
     stats_ptr,
-    part_ptr,
+    scratch_ptr,
     rows,
     cols,
     spatial,
@@ -204,7 +205,11 @@ def reduce_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Partial Σg and Σg·t, where t is x−μ, z−β (the sign of x−μ where that is vague) or x̂'s code."""
+    """Partial Σg and Σg·t, where t is x−μ, z−β (the sign of x−μ where that is vague) or x̂'s code.
+
+    They stand in the scratch behind the coefficients.
+    """
+    part_ptr = scratch_ptr + 4 * channels
     pid = tl.program_id(0)
     split = tl.program_id(1)
     splits = tl.num_programs(1)
@@ -271,14 +276,13 @@ def reduce_kernel(
 
 @triton.jit
 def gradient_kernel(
-    part_ptr,
+    scratch_ptr,
     count_ptr,
     weight_ptr,
     bias_ptr,
     stats_ptr,
     dweight_ptr,
     dbias_ptr,
-    coefficient_ptr,
     channels,
     entries,
     splits,
@@ -296,6 +300,8 @@ def gradient_kernel(
     BLOCK_C: tl.constexpr,
 ):
     """dγ, dβ and the coefficients of dx = A·g + B·t + E: coefficient[0..2]; [3] is what each extreme element gets."""
+    coefficient_ptr = scratch_ptr
+    part_ptr = scratch_ptr + 4 * channels
     channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     mask = channel < channels
     PLANES: tl.constexpr = 1 if KIND == MEAN else 2
@@ -311,7 +317,7 @@ def gradient_kernel(
         vague = is_vague(gamma, beta, ROUNDING, TINY)
         dweight = second * tl.where(vague, ratio / constant, 1.0 / tl.where(vague, 1.0, gamma))
     else:
-        dweight = second * STEP
+        dweight = (second + 0.5 * first) * STEP  # Σg·(code − 7.5)
     tl.store(dbias_ptr + channel, first, mask=mask)
     tl.store(dweight_ptr + channel, dweight, mask=mask)
 
@@ -322,9 +328,7 @@ def gradient_kernel(
     each = pull * 0.0
     if KIND == L1:
         # sign = 2·[x ≥ μ] − 1, and its mean is taken off: only the bit and its mean remain.
-        count, _, _ = add_entries(
-            count_ptr, 0, channel, mask, splits, entries, per_channel, 1, BLOCK_E, BLOCK_C
-        )
+        count, _, _ = add_entries(count_ptr, 0, channel, mask, splits, entries, per_channel, 1, BLOCK_E, BLOCK_C)
         tilt = -2.0 * constant * ratio * pull
         even -= tilt * count / n
     elif KIND == L2:
@@ -423,9 +427,7 @@ def input_gradient_kernel(
 
 
 @triton.jit
-def scatter_kernel(
-    dx_ptr, index_ptr, coefficient_ptr, channels, K: tl.constexpr, BLOCK_C: tl.constexpr
-):
+def scatter_kernel(dx_ptr, index_ptr, coefficient_ptr, channels, K: tl.constexpr, BLOCK_C: tl.constexpr):
     """Adds the extra term of the K extreme elements of each channel."""
     channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     mask = channel < channels

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from normmatters.kernels.triton import apply, select, stats
-from normmatters.kernels.triton.launch import launch
+from normmatters.kernels.triton.launch import Launch, are_aligned
 from normmatters.kernels.triton.layout import (
     ROWS_PER_CODE,
     Tiling,
@@ -36,22 +37,22 @@ _ROUNDING = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-9, torch.float32: 2.
 _TINY = {torch.float16: 2.0**-25, torch.bfloat16: 2.0**-134, torch.float32: 2.0**-150}
 
 
-class Pilot(NamedTuple):
-    """Sums of a sample of each channel."""
-
-    sums: Tensor
-    splits: int
-    count: int
-
-
 def kept(kind: str, k: int) -> int:
     """How many elements a channel get a term of their own in the backward pass."""
     return {"linf": 1, "topk": k, "range": 2}.get(kind, 0)
 
 
+def inverts_output(*, relu: bool, residual: bool) -> bool:
+    """Whether the lean backward pass finds x̂ in the output, which the layer after a ReLU keeps anyway.
+
+    A residual hides x̂, and an output without a ReLU is often kept by nobody else: then codes of x̂ are cheaper.
+    """
+    return relu and not residual
+
+
 def code_bits(kind: str, *, relu: bool, residual: bool, lean: bool) -> int:
     """Bits an element that the backward pass needs beside its tensor."""
-    if lean and residual:
+    if lean and not inverts_output(relu=relu, residual=residual):
         return 4
     return 2 if relu or kind == "l1" else 0
 
@@ -62,12 +63,13 @@ def code_dtype(bits: int) -> torch.dtype:
 
 
 def saved_shapes(
-    x: Tensor, kind: str, *, relu: bool, residual: bool, lean: bool
+    view: View, itemsize: int, kind: str, *, relu: bool, residual: bool, lean: bool, save: bool
 ) -> tuple[tuple[int, int], int, tuple[int, int]]:
-    """Shape and bits of the code, and the shape of the count (L1)."""
-    view = view_of(x)
+    """Shape and bits of the code, and the shape of the count (L1); nothing unless ``save``."""
+    if not save:
+        return (0, 0), 0, (0, 0)
     bits = code_bits(kind, relu=relu, residual=residual, lean=lean)
-    tiling = tiling_of(view, x.element_size())
+    tiling = tiling_of(view, itemsize)
     count = (tiling.splits, tiling.entries(view)) if kind == "l1" else (0, 0)
     return (view.code_rows, view.cols) if bits else (0, 0), bits, count
 
@@ -91,7 +93,98 @@ def _empty(x: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor
     return torch.empty(shape, dtype=dtype, device=x.device)
 
 
-def _pilot(x: Tensor, view: View) -> Pilot:
+class StatisticsPlan(NamedTuple):
+    """The launches of :func:`statistics` at one shape; scratch holds the pilot sums, then the partial sums."""
+
+    pilot: Launch | None
+    moments: Launch
+    finish: Launch
+    scratch: int
+    extremes: int
+    unbias: float
+
+
+@functools.cache
+def _statistics_plan(view: View, itemsize: int, kind: str, k: int, has_running: bool) -> StatisticsPlan:
+    number = KINDS[kind]
+    contiguous = view.spatial > 1
+    extreme = kind in ("linf", "topk", "range")
+    keep = k if kind == "topk" else 1
+    tiling = _extreme_tiling(view, itemsize, keep) if extreme else tiling_of(view, itemsize)
+    entries, per_channel = tiling.entries(view), view.spatial // tiling.group
+    pilot, pilot_splits, samples = None, 0, view.n
+    if kind in ("l1", "l2"):
+        pilot, pilot_splits, samples = _pilot(view)
+    sizes = (view.rows, view.cols, view.spatial, view.channels, entries)
+    moments = Launch(
+        stats.moments_kernel,
+        (-(-view.cols // tiling.block_c), tiling.splits),
+        (*sizes, samples, tiling.tiles),
+        {
+            "KIND": number,
+            "CONTIGUOUS": contiguous,
+            "EVEN": _even(view, tiling),
+            "KEEP_R": keep > 1,
+            "PILOT_SPLITS": pilot_splits,
+            "GROUP": tiling.group,
+            "BLOCK_R": tiling.block_r,
+            "BLOCK_C": tiling.block_c,
+        },
+        num_warps=tiling.num_warps,
+        maxnreg=MAX_REGISTERS,
+    )
+    if extreme:
+        groups = groups_of(view, itemsize, keep)
+        elements = (
+            -(-tiling.tiles // tiling.splits) * ROWS_PER_CODE * (1 if keep > 1 else tiling.block_r) * tiling.group
+        )
+        finish = Launch(
+            select.select_kernel,
+            (view.channels, 1),
+            (*sizes, tiling.splits, per_channel, tiling.tiles, groups, elements, view.n),
+            {
+                "K": keep,
+                "KIND": number,
+                "HAS_RUNNING": has_running,
+                "KEEP_R": keep > 1,
+                "GROUP": tiling.group,
+                "BLOCK_R": tiling.block_r,
+                "BLOCK_G": next_power_of_2(groups),
+                "BLOCK_E": min(1024, next_power_of_2(elements)),
+            },
+        )
+    else:
+        block_c, block_e, programs = _channel_blocks(view)
+        finish = Launch(
+            stats.finalize_kernel,
+            (programs, 1),
+            (*sizes, tiling.splits, per_channel, samples, view.n),
+            {
+                "KIND": number,
+                "CONTIGUOUS": contiguous,
+                "HAS_RUNNING": has_running,
+                "PILOT_IS_SAMPLE": samples < view.n,
+                "PILOT_SPLITS": pilot_splits,
+                "BLOCK_E": block_e,
+                "BLOCK_C": block_c,
+            },
+            num_warps=8,
+        )
+    planes = {"l1": 3, "l2": 2}.get(kind, 1)
+    slots = tiling.splits * (tiling.block_r if keep > 1 else 1)
+    return StatisticsPlan(
+        pilot,
+        moments,
+        finish,
+        pilot_splits * view.channels + planes * tiling.splits * entries,
+        2 * slots * entries if extreme else 0,
+        # The range does not see the mean, so it has no degree of freedom to correct for.
+        1.0 if kind == "range" else view.n / (view.n - 1),
+    )
+
+
+def _pilot(view: View) -> tuple[Launch, int, int]:
+    """The launch that samples each channel, its splits, and how many elements it takes."""
     contiguous = view.spatial > 1
     wanted = PILOT_SAMPLES * (2 if view.n >= 32 * PILOT_SAMPLES else 1)
     if contiguous:
@@ -102,56 +195,21 @@ def _pilot(x: Tensor, view: View) -> Pilot:
         blocks, work = view.channels, view.rows
     else:
         samples = min(view.rows, wanted)
-        step = 1
+        step = view.rows // samples
         count = samples
         block_j = min(64, next_power_of_2(view.cols))
         blocks, work = -(-view.cols // block_j), samples
     # Tall tiles: a program waits for memory a few times only.
     block_i = min(4096 // block_j, next_power_of_2(work))
     splits = 1 << max(0, min(16, -(-work // block_i)).bit_length() - 1)
-    sums = _empty(x, splits, view.channels)
-    launch(
+    launch = Launch(
         stats.pilot_kernel,
         (blocks, splits),
-        (view, x.dtype, x.device),
-        (x, sums, view.rows, view.cols, view.spatial, view.channels, samples, step),
+        (view.rows, view.cols, view.spatial, view.channels, samples, step),
         {"CONTIGUOUS": contiguous, "BLOCK_I": block_i, "BLOCK_J": block_j},
         num_warps=8,
     )
-    return Pilot(sums, splits, count)
-
-
-def _moments(
-    x: Tensor, view: View, tiling: Tiling, kind: int, planes: int, pilot: Pilot | None, keep_r: bool
-) -> tuple[Tensor, Tensor]:
-    entries = tiling.entries(view)
-    part = _empty(x, planes, tiling.splits, entries)
-    extreme = part
-    if kind in (2, 3):
-        extreme = _empty(x, 2, tiling.splits * (tiling.block_r if keep_r else 1), entries)
-    pilot = pilot or Pilot(part, 1, 1)
-    launch(
-        stats.moments_kernel,
-        (-(-view.cols // tiling.block_c), tiling.splits),
-        (view, tiling, x.dtype, x.device, kind, keep_r, pilot.splits),
-        (
-            x, pilot.sums, part, extreme,
-            view.rows, view.cols, view.spatial, view.channels, entries, pilot.count, tiling.tiles,
-        ),
-        {
-            "KIND": kind,
-            "CONTIGUOUS": view.spatial > 1,
-            "EVEN": _even(view, tiling),
-            "KEEP_R": keep_r,
-            "PILOT_SPLITS": pilot.splits,
-            "GROUP": tiling.group,
-            "BLOCK_R": tiling.block_r,
-            "BLOCK_C": tiling.block_c,
-        },
-        num_warps=tiling.num_warps,
-        maxnreg=MAX_REGISTERS,
-    )  # fmt: skip
-    return part, extreme
+    return launch, splits, count
 
 
 def _channel_blocks(view: View) -> tuple[int, int, int]:
@@ -169,105 +227,47 @@ def statistics(
     kind: str,
     k: int,
     constant: float,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """μ, 1/D and s/D as rows of one [3, C] tensor, and the extreme elements' offsets; moves the running statistics."""
     view = view_of(x)
-    number = KINDS[kind]
+    plan = _statistics_plan(view, x.element_size(), kind, k, running_mean is not None)
     out = _empty(x, 3, view.channels)
+    scratch = _empty(x, plan.scratch)
+    rm = out if running_mean is None else running_mean
+    rv = out if running_var is None else running_var
+    aligned = are_aligned(x, rm, rv)
+    if plan.pilot is not None:
+        plan.pilot((x, scratch), aligned=aligned)
+    extremes = _empty(x, plan.extremes) if plan.extremes else scratch
+    plan.moments((x, scratch, extremes), aligned=aligned)
+    numbers = (constant, momentum, eps, plan.unbias)
+    if not plan.extremes:
+        plan.finish((x, scratch, out, rm, rv), numbers, aligned=aligned)
+        return out, None
     index = _empty(x, kept(kind, k), view.channels, dtype=torch.int64)
-    has_running = running_mean is not None
-    # The range does not see the mean, so it has no degree of freedom to correct for.
-    unbias = 1.0 if kind == "range" else view.n / (view.n - 1)
-    rm = running_mean if running_mean is not None else out
-    rv = running_var if running_var is not None else out
-    key = (view, x.dtype, x.device, kind, k, has_running, rm.dtype)
-    if number in (2, 3):
-        keep = k if kind == "topk" else 1
-        tiling = _extreme_tiling(view, x.element_size(), keep)
-        part, extreme = _moments(x, view, tiling, number, 1, None, keep > 1)
-        groups = groups_of(view, x.element_size(), keep)
-        tile_rows = ROWS_PER_CODE * (1 if keep > 1 else tiling.block_r)
-        elements = -(-tiling.tiles // tiling.splits) * tile_rows * tiling.group
-        launch(
-            select.select_kernel,
-            (view.channels,),
-            key,
-            (
-                x, part, extreme, out, index, rm, rv, view.rows, view.cols, view.spatial, view.channels,
-                tiling.entries(view), tiling.splits, view.spatial // tiling.group, tiling.tiles, groups, elements,
-                view.n, constant, momentum, eps, unbias,
-            ),
-            {
-                "K": keep,
-                "KIND": number,
-                "HAS_RUNNING": has_running,
-                "KEEP_R": keep > 1,
-                "GROUP": tiling.group,
-                "BLOCK_R": tiling.block_r,
-                "BLOCK_G": next_power_of_2(groups),
-                "BLOCK_E": min(1024, next_power_of_2(elements)),
-            },
-        )  # fmt: skip
-        return out, index
-    pilot = None if kind == "mean" else _pilot(x, view)
-    tiling = tiling_of(view, x.element_size())
-    part, _ = _moments(x, view, tiling, number, {"l1": 3, "l2": 2, "mean": 1}[kind], pilot, False)
-    pilot = pilot or Pilot(part, 1, view.n)
-    block_c, block_e, programs = _channel_blocks(view)
-    launch(
-        stats.finalize_kernel,
-        (programs,),
-        key,
-        (
-            x, pilot.sums, part, out, rm, rv, view.rows, view.cols, view.spatial, view.channels,
-            tiling.entries(view), tiling.splits, view.spatial // tiling.group, pilot.count,
-            view.n, constant, momentum, eps, unbias,
-        ),
-        {
-            "KIND": number,
-            "CONTIGUOUS": view.spatial > 1,
-            "HAS_RUNNING": has_running,
-            "PILOT_IS_SAMPLE": pilot.count < view.n,
-            "PILOT_SPLITS": pilot.splits,
-            "BLOCK_E": block_e,
-            "BLOCK_C": block_c,
-        },
-        num_warps=8,
-    )  # fmt: skip
+    plan.finish((x, scratch, extremes, out, index, rm, rv), numbers, aligned=aligned)
     return out, index
 
 
-def normalize(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    statistics: Tensor,
-    kind: str,
-    *,
-    relu: bool,
-    lean: bool,
-    save: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The output, its codes, and how many elements lie above the mean (L1); the last two empty unless ``save``."""
-    view = view_of(x)
-    tiling = tiling_of(view, x.element_size())
-    code_shape, bits, count_shape = saved_shapes(x, kind, relu=relu, residual=residual is not None, lean=lean)
-    if not save:
-        code_shape, bits, count_shape = (0, 0), 0, (0, 0)
-    z = torch.empty_like(x)
-    code = _empty(x, *code_shape, dtype=code_dtype(bits))
-    count = _empty(x, *count_shape, dtype=torch.int32)
-    w, b, r = (t if t is not None else statistics for t in (weight, bias, residual))
-    has = (weight is not None, bias is not None, residual is not None)
-    launch(
+class NormalizePlan(NamedTuple):
+    """The launch of :func:`normalize` at one shape, and what it saves."""
+
+    launch: Launch
+    code_shape: tuple[int, int]
+    code_dtype: torch.dtype
+    count_shape: tuple[int, int]
+
+
+@functools.cache
+def _normalize_plan(
+    view: View, itemsize: int, has: tuple[bool, bool, bool], kind: str, relu: bool, lean: bool, save: bool
+) -> NormalizePlan:
+    tiling = tiling_of(view, itemsize)
+    code_shape, bits, count_shape = saved_shapes(view, itemsize, kind, relu=relu, residual=has[2], lean=lean, save=save)
+    launch = Launch(
         apply.normalize_kernel,
         (-(-view.cols // tiling.block_c), tiling.splits),
-        (view, x.dtype, x.device, w.dtype, b.dtype, has, relu, bits, kind == "l1"),
-        (
-            x, r, w, b, statistics, z, code, count,
-            view.rows, view.cols, view.spatial, view.channels, tiling.entries(view), tiling.tiles,
-        ),
+        (view.rows, view.cols, view.spatial, view.channels, tiling.entries(view), tiling.tiles),
         {
             "CONTIGUOUS": view.spatial > 1,
             "EVEN": _even(view, tiling),
@@ -284,53 +284,74 @@ def normalize(
         num_warps=tiling.num_warps,
         # With a residual, two tensors are on their way at a time: fewer programs, more loads each.
         maxnreg=None if has[2] else MAX_REGISTERS,
-    )  # fmt: skip
+    )
+    return NormalizePlan(launch, code_shape, code_dtype(bits), count_shape)
+
+
+def normalize(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    statistics: Tensor,
+    kind: str,
+    *,
+    relu: bool,
+    lean: bool,
+    save: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The output, its codes, and how many elements lie above the mean (L1); the last two empty unless ``save``."""
+    has = (weight is not None, bias is not None, residual is not None)
+    plan = _normalize_plan(view_of(x), x.element_size(), has, kind, relu, lean, save)
+    z = torch.empty_like(x)
+    code = _empty(x, *plan.code_shape, dtype=plan.code_dtype)
+    count = _empty(x, *plan.count_shape, dtype=torch.int32)
+    w = statistics if weight is None else weight
+    b = statistics if bias is None else bias
+    r = x if residual is None else residual
+    plan.launch((x, r, w, b, statistics, z, code, count), aligned=are_aligned(x, r, w, b))
     return z, code, count
 
 
-def gradient(
-    g: Tensor,
-    saved: Tensor,
-    code: Tensor,
-    count: Tensor,
-    statistics: Tensor,
-    index: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
+class GradientPlan(NamedTuple):
+    """The launches of :func:`gradient` at one shape; scratch holds the coefficients, then the partial sums."""
+
+    reduce: Launch
+    finish: Launch
+    input_gradient: Launch
+    scatter: Launch | None
+    scratch: int
+
+
+@functools.cache
+def _gradient_plan(
+    view: View,
+    dtype: torch.dtype,
+    has: tuple[bool, bool],
     kind: str,
-    constant: float,
-    *,
+    k: int,
     relu: bool,
     residual: bool,
     lean: bool,
-    need_dresidual: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dx, dγ, dβ and the residual's gradient (empty where it is g itself or not wanted)."""
-    view = view_of(g)
-    tiling = tiling_of(view, g.element_size())
+    write_residual: bool,
+) -> GradientPlan:
+    tiling = tiling_of(view, dtype.itemsize)
     number = KINDS[kind]
     contiguous, even = view.spatial > 1, _even(view, tiling)
     entries = tiling.entries(view)
-    source = (2 if residual else 1) if lean else 0
+    source = (1 if inverts_output(relu=relu, residual=residual) else 2) if lean else 0
     bits = code_bits(kind, relu=relu, residual=residual, lean=lean)
-    terms = index.shape[0]
-    w = weight if weight is not None else statistics
-    b = bias if bias is not None else statistics
-    affine = {"HAS_WEIGHT": weight is not None, "HAS_BIAS": bias is not None}
-    rounding = {"ROUNDING": _ROUNDING[g.dtype], "TINY": _TINY[g.dtype]}
+    terms = kept(kind, k)
+    affine = {"HAS_WEIGHT": has[0], "HAS_BIAS": has[1]}
+    rounding = {"ROUNDING": _ROUNDING[dtype], "TINY": _TINY[dtype]}
     blocks = {"BLOCK_R": tiling.block_r, "BLOCK_C": tiling.block_c}
     grid = (-(-view.cols // tiling.block_c), tiling.splits)
-    key = (view, g.dtype, g.device, w.dtype, b.dtype, *affine.values(), kind, source, bits, relu, terms, need_dresidual)
-
-    part = _empty(g, 1 if kind == "mean" else 2, tiling.splits, entries)
-    launch(
+    sizes = (view.rows, view.cols, view.spatial, view.channels)
+    options = {"num_warps": tiling.num_warps, "maxnreg": MAX_REGISTERS}
+    reduce = Launch(
         apply.reduce_kernel,
         grid,
-        key,
-        (
-            g, saved, code, w, b, statistics, part,
-            view.rows, view.cols, view.spatial, view.channels, entries, tiling.tiles,
-        ),
+        (*sizes, entries, tiling.tiles),
         {
             "SOURCE": source,
             "MEAN_ONLY": kind == "mean",
@@ -342,19 +363,13 @@ def gradient(
             "GROUP": tiling.group,
             **blocks,
         },
-        num_warps=tiling.num_warps,
-        maxnreg=MAX_REGISTERS,
-    )  # fmt: skip
-    dweight, dbias, coefficient = _empty(g, view.channels), _empty(g, view.channels), _empty(g, 4, view.channels)
+        **options,
+    )
     block_c, block_e, programs = _channel_blocks(view)
-    launch(
+    finish = Launch(
         apply.gradient_kernel,
-        (programs,),
-        key,
-        (
-            part, count, w, b, statistics, dweight, dbias, coefficient,
-            view.channels, entries, tiling.splits, view.spatial // tiling.group, view.n, constant,
-        ),
+        (programs, 1),
+        (view.channels, entries, tiling.splits, view.spatial // tiling.group, view.n),
         {
             "KIND": number,
             "SOURCE": source,
@@ -365,19 +380,11 @@ def gradient(
             "BLOCK_C": block_c,
         },
         num_warps=8,
-    )  # fmt: skip
-    dx = torch.empty_like(g)
-    # Without a ReLU the residual's gradient is g itself: the caller hands that on.
-    write_residual = need_dresidual and relu
-    dresidual = torch.empty_like(g) if write_residual else _empty(g, 0, dtype=g.dtype)
-    launch(
+    )
+    input_gradient = Launch(
         apply.input_gradient_kernel,
         grid,
-        key,
-        (
-            g, saved, code, statistics, coefficient, index, dx, dresidual,
-            view.rows, view.cols, view.spatial, view.channels, tiling.tiles,
-        ),
+        (*sizes, tiling.tiles),
         {
             "KIND": number,
             "K": terms,
@@ -388,17 +395,53 @@ def gradient(
             "WRITE_RESIDUAL": write_residual,
             **blocks,
         },
-        num_warps=tiling.num_warps,
-        maxnreg=MAX_REGISTERS,
-    )  # fmt: skip
+        **options,
+    )
+    scatter = None
     if terms:
         block = min(128, next_power_of_2(view.channels))
-        launch(
-            apply.scatter_kernel,
-            (-(-view.channels // block),),
-            key,
-            (dx, index, coefficient, view.channels),
-            {"K": terms, "BLOCK_C": block},
-            num_warps=1,
-        )
+        grid = (-(-view.channels // block), 1)
+        scatter = Launch(apply.scatter_kernel, grid, (view.channels,), {"K": terms, "BLOCK_C": block}, num_warps=1)
+    planes = 1 if kind == "mean" else 2
+    return GradientPlan(reduce, finish, input_gradient, scatter, 4 * view.channels + planes * tiling.splits * entries)
+
+
+def gradient(
+    g: Tensor,
+    saved: Tensor,
+    code: Tensor,
+    count: Tensor,
+    statistics: Tensor,
+    index: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    kind: str,
+    k: int,
+    constant: float,
+    *,
+    relu: bool,
+    residual: bool,
+    lean: bool,
+    need_dresidual: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """dx, dγ, dβ and the residual's gradient (None where it is g itself or not wanted)."""
+    view = view_of(g)
+    # Without a ReLU the residual's gradient is g itself: the caller hands that on.
+    write_residual = need_dresidual and relu
+    has = (weight is not None, bias is not None)
+    plan = _gradient_plan(view, g.dtype, has, kind, k, relu, residual, lean, write_residual)
+    w = statistics if weight is None else weight
+    b = statistics if bias is None else bias
+    aligned = are_aligned(g, saved, w, b)
+    scratch, dweight, dbias = _empty(g, plan.scratch), _empty(g, view.channels), _empty(g, view.channels)
+    dx = torch.empty_like(g)
+    dresidual = torch.empty_like(g) if write_residual else None
+    extremes = statistics if index is None else index
+    plan.reduce((g, saved, code, w, b, statistics, scratch), aligned=aligned)
+    plan.finish((scratch, count, w, b, statistics, dweight, dbias), (constant,), aligned=aligned)
+    plan.input_gradient(
+        (g, saved, code, statistics, scratch, extremes, dx, dx if dresidual is None else dresidual), aligned=aligned
+    )
+    if plan.scatter is not None:
+        plan.scatter((dx, extremes, scratch), aligned=aligned)
     return dx, dweight, dbias, dresidual

@@ -22,7 +22,7 @@ from torch import Tensor
 ROWS_PER_CODE = 4
 
 # Programs that fill the device: four on each of 132 multiprocessors (H200). Channels-last work is cut into one such
-# wave; contiguous work, whose blocks of columns cannot be cut evenly, into about three, so that the last wave costs little.
+# wave; contiguous work, whose blocks of columns cannot be cut evenly, into about three, so that the last costs little.
 _WAVE = 528
 
 
@@ -78,9 +78,14 @@ def view_of(x: Tensor) -> View:
 
     Plain integers: the tiling depends on the sizes, so a compiled graph is specialized to them.
     """
-    batch, channels, *rest = (int(size) for size in x.shape)
+    return _view(tuple(map(int, x.shape)), x.is_contiguous())
+
+
+@functools.cache
+def _view(shape: tuple[int, ...], contiguous: bool) -> View:
+    batch, channels, *rest = shape
     spatial = math.prod(rest)
-    if spatial == 1 or memory_format(x) is not torch.contiguous_format:
+    if spatial == 1 or not contiguous:
         return View(batch * spatial, channels, 1)
     return View(batch, channels * spatial, spatial)
 

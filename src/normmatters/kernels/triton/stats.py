@@ -7,7 +7,8 @@ sample of the rows, and one pass collects Σ(x−m), Σ|x−m| and the count of 
 
 The second-order term, n·f·(μ−m)² with f the density at the mean, is about 1e-4 of the result with 4096 samples; a
 Gaussian's f removes most of it. Where the pilot missed (one huge outlier in the sample, say) the channel is summed once
-more about its true mean, so the result holds for any input. L2 uses the same pilot as a shift, which keeps Σ(x−m)² from cancelling. L∞, Top(k) and range need no mean first.
+more about its true mean, so the result holds for any input. L2 uses the same pilot as a shift, which keeps Σ(x−m)²
+from cancelling. L∞, Top(k) and range need no mean first.
 
 No atomics anywhere: every program leaves its partial sums, and one small kernel adds them in a fixed order, so results
 are bitwise equal from run to run.
@@ -79,7 +80,7 @@ def pilot_kernel(
     BLOCK_I: tl.constexpr,
     BLOCK_J: tl.constexpr,
 ):
-    """Sums a sample of each channel: evenly spaced rows, or of every image a short run of pixels."""
+    """Sums a sample of each channel: a row of every stratum, or of every image a short run of pixels."""
     split = tl.program_id(1)
     splits = tl.num_programs(1)
     if CONTIGUOUS:
@@ -101,25 +102,26 @@ def pilot_kernel(
         for i0 in range(split * BLOCK_I, samples, splits * BLOCK_I):
             i = i0 + tl.arange(0, BLOCK_I)
             mask = (i < samples)[:, None] & (col < cols)[None, :]
-            row = i.to(tl.int64) * rows // samples
+            # Anywhere within its stratum: even spacing would meet the same columns of every image.
+            first = i.to(tl.int64) * rows // samples
+            row = first + (i * 40503 >> 4) % step
             offset = (row * cols)[:, None] + col[None, :]
             acc += tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
         tl.store(out_ptr + split * channels + col, tl.sum(acc, axis=0), mask=col < cols)
 
 
 @triton.jit
-def pilot_mean(pilot_ptr, channel, mask, channels, pilot_count, PILOT_SPLITS: tl.constexpr):
+def pilot_mean(scratch_ptr, channel, mask, channels, pilot_count, PILOT_SPLITS: tl.constexpr):
     """All splits in one load: a loop would wait for memory once a split, in every program."""
     split = tl.arange(0, PILOT_SPLITS)
-    at = pilot_ptr + split[:, None] * channels + channel[None, :]
+    at = scratch_ptr + split[:, None] * channels + channel[None, :]
     return tl.sum(tl.load(at, mask=mask[None, :], other=0.0), axis=0) / pilot_count
 
 
 @triton.jit
 def moments_kernel(
     x_ptr,
-    pilot_ptr,
-    part_ptr,
+    scratch_ptr,
     extreme_ptr,
     rows,
     cols,
@@ -137,7 +139,8 @@ def moments_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Partial sums [stat, split, entry]; for L∞, Top(k) and range also partial extremes [2, slot, entry]."""
+    """Partial sums [stat, split, entry] behind the pilot's; for L∞, Top(k) and range also extremes [2, slot, entry]."""
+    part_ptr = scratch_ptr + PILOT_SPLITS * channels
     pid = tl.program_id(0)
     split = tl.program_id(1)
     splits = tl.num_programs(1)
@@ -150,7 +153,7 @@ def moments_kernel(
     if CONTIGUOUS:
         channel = col // spatial
     if KIND == L1 or KIND == L2:
-        shift = pilot_mean(pilot_ptr, channel, inside, channels, pilot_count, PILOT_SPLITS)
+        shift = pilot_mean(scratch_ptr, channel, inside, channels, pilot_count, PILOT_SPLITS)
     else:
         # Any value of the channel keeps a large common offset out of the sum.
         shift = tl.load(x_ptr + channel * spatial, mask=inside, other=0.0).to(tl.float32)
@@ -278,9 +281,7 @@ def add_entries(
 
 
 @triton.jit
-def deviation_about(
-    x_ptr, mean, channel, mask, rows, spatial, cols, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr
-):
+def deviation_about(x_ptr, mean, channel, mask, rows, spatial, cols, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr):
     """Σ|x−μ| of whole channels by one program: slow, and only for channels whose pilot missed."""
     total = tl.zeros((BLOCK_E, BLOCK_C), tl.float32)
     base = x_ptr
@@ -310,8 +311,7 @@ def deviation_down(x_ptr, mean, channel, mask, rows, cols, BLOCK_E: tl.constexpr
 @triton.jit
 def finalize_kernel(
     x_ptr,
-    pilot_ptr,
-    part_ptr,
+    scratch_ptr,
     stats_ptr,
     running_mean_ptr,
     running_var_ptr,
@@ -337,6 +337,7 @@ def finalize_kernel(
     BLOCK_C: tl.constexpr,
 ):
     """Partial sums -> μ, 1/D, s/D and the running statistics (L1, L2, mean-only)."""
+    part_ptr = scratch_ptr + PILOT_SPLITS * channels
     channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     mask = channel < channels
     PLANES: tl.constexpr = 3 if KIND == L1 else (2 if KIND == L2 else 1)
@@ -344,7 +345,7 @@ def finalize_kernel(
         part_ptr, splits * entries, channel, mask, splits, entries, per_channel, PLANES, BLOCK_E, BLOCK_C
     )
     if KIND == L1 or KIND == L2:
-        shift = pilot_mean(pilot_ptr, channel, mask, channels, pilot_count, PILOT_SPLITS)
+        shift = pilot_mean(scratch_ptr, channel, mask, channels, pilot_count, PILOT_SPLITS)
     else:
         shift = tl.load(x_ptr + channel * spatial, mask=mask, other=0.0).to(tl.float32)
     delta = first / n
