@@ -94,6 +94,8 @@ def normalize_kernel(
         if not EVEN:
             mask = mask & inside[None, None, :]
         d = ahead.to(tl.float32) - mean[None, None, :]
+        if not EVEN and COUNT:
+            d = tl.where(mask, d, -1e30)  # what lies outside is not above the mean
         ahead = load_tile(x_ptr, it + splits, col, rows, cols, BLOCK_R, EVEN)
         y = d * slope + beta[None, None, :]
         if HAS_RESIDUAL:
@@ -332,7 +334,7 @@ def gradient_kernel(
         tilt = -2.0 * constant * ratio * pull
         even -= tilt * count / n
     elif KIND == L2:
-        tilt = -pull * inverse
+        tilt = -constant * constant * pull * inverse
     elif KIND != MEAN:
         each = -constant * ratio * pull * n / K
     tl.store(coefficient_ptr + channel, slope, mask=mask)
