@@ -112,10 +112,9 @@ def layer_norm_backend(
     if not reason and statistic_kind(p, k) not in ("l1", "l2"):
         reason = "there are layer norm kernels for p = 1 and p = 2 only"
     if not reason:
-        from normmatters.kernels.triton.layer_norm import MAX_FEATURES
+        from normmatters.kernels import layer_norm_ops
 
-        if math.prod(normalized_shape) > MAX_FEATURES:
-            reason = f"rows of {math.prod(normalized_shape)} features are longer than the kernels' {MAX_FEATURES}"
+        reason = layer_norm_ops.supported(input, normalized_shape) or ""
     return Backend("plain", reason) if reason else Backend("triton", "")
 
 

@@ -1,8 +1,8 @@
 """The fused batch norm as PyTorch operators, ``torch.ops.normmatters.batch_norm_*``, and as one eager autograd node.
 
-For the compiler, training is two operators. ``batch_norm_statistics`` reads the input once, gives the statistics of the
-batch and moves the running ones (the only thing that is changed in place). ``batch_norm_apply`` normalizes; it is functional,
-and its autograd formula is the gradient of the *whole* batch norm, statistics included, so the first one needs none.
+For the compiler, training is two operators. ``batch_norm_statistics`` reads the input once, gives the statistics of
+the batch and moves the running ones (the only thing that is changed in place). ``batch_norm_apply`` normalizes; it is
+functional, and its autograd formula is the gradient of the *whole* batch norm, statistics included, so the first one needs none.
 Splitting them this way keeps the buffer update inside the kernel that has the numbers, and the differentiable operator
 free of mutation, as ``torch.compile`` wants it.
 
@@ -298,6 +298,12 @@ def batch_norm(
     save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias, residual))
     running = (running_mean, running_var, momentum, eps, kind, k or 0, constant)
     if not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() == 0:
+        if x.is_cuda and x.get_device() != torch.cuda.current_device():
+            with torch.cuda.device(x.device):
+                return batch_norm(
+                    x, running_mean, running_var, weight, bias, momentum, eps,
+                    kind=kind, k=k, constant=constant, act=act, residual=residual, memory=memory,
+                )  # fmt: skip
         z: Tensor = _BatchNorm.apply(x, weight, bias, residual, running, kind, k or 0, constant, relu, lean, save)
         return z
     with torch.no_grad():

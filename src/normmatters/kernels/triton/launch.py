@@ -1,9 +1,9 @@
 """Launching without looking twice.
 
 Triton works out the types, alignments and special values of some thirty arguments at every launch; on a small layer
-that takes longer than the kernel runs. A :class:`Launch` belongs to one shape, dtype and set of options, from which all its
-integers follow, so the compiled kernel is kept and launched directly. Only the pointers' alignment can differ from call
-to call: where one is not a multiple of 16 bytes, Triton's own way is taken.
+that takes longer than the kernel runs. A :class:`Launch` belongs to one shape, dtype and set of options, from which all
+its integers follow, so the compiled kernel is kept and launched directly. Only the pointers' alignment can differ from
+call to call: where one is not a multiple of 16 bytes, Triton's own way is taken.
 """
 
 from __future__ import annotations
