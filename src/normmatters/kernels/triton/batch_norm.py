@@ -93,6 +93,14 @@ def _empty(x: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor
     return torch.empty(shape, dtype=dtype, device=x.device)
 
 
+#: The dtypes of weight and bias: a plan is for one set of dtypes, as its compiled kernels are.
+Affine = tuple[torch.dtype | None, torch.dtype | None]
+
+
+def _affine(weight: Tensor | None, bias: Tensor | None) -> Affine:
+    return None if weight is None else weight.dtype, None if bias is None else bias.dtype
+
+
 class StatisticsPlan(NamedTuple):
     """The launches of :func:`statistics` at one shape; scratch holds the pilot sums, then the partial sums."""
 
@@ -105,7 +113,10 @@ class StatisticsPlan(NamedTuple):
 
 
 @functools.cache
-def _statistics_plan(view: View, itemsize: int, kind: str, k: int, has_running: bool) -> StatisticsPlan:
+def _statistics_plan(
+    view: View, dtype: torch.dtype, kind: str, k: int, running: tuple[torch.dtype, torch.dtype] | None
+) -> StatisticsPlan:
+    itemsize = dtype.itemsize
     number = KINDS[kind]
     contiguous = view.spatial > 1
     extreme = kind in ("linf", "topk", "range")
@@ -145,7 +156,7 @@ def _statistics_plan(view: View, itemsize: int, kind: str, k: int, has_running: 
             {
                 "K": keep,
                 "KIND": number,
-                "HAS_RUNNING": has_running,
+                "HAS_RUNNING": running is not None,
                 "KEEP_R": keep > 1,
                 "GROUP": tiling.group,
                 "BLOCK_R": tiling.block_r,
@@ -162,7 +173,7 @@ def _statistics_plan(view: View, itemsize: int, kind: str, k: int, has_running: 
             {
                 "KIND": number,
                 "CONTIGUOUS": contiguous,
-                "HAS_RUNNING": has_running,
+                "HAS_RUNNING": running is not None,
                 "PILOT_IS_SAMPLE": samples < view.n,
                 "PILOT_SPLITS": pilot_splits,
                 "BLOCK_E": block_e,
@@ -230,11 +241,11 @@ def statistics(
 ) -> tuple[Tensor, Tensor | None]:
     """μ, 1/D and s/D as rows of one [3, C] tensor, and the extreme elements' offsets; moves the running statistics."""
     view = view_of(x)
-    plan = _statistics_plan(view, x.element_size(), kind, k, running_mean is not None)
     out = _empty(x, 3, view.channels)
-    scratch = _empty(x, plan.scratch)
     rm = out if running_mean is None else running_mean
     rv = out if running_var is None else running_var
+    plan = _statistics_plan(view, x.dtype, kind, k, None if running_mean is None else (rm.dtype, rv.dtype))
+    scratch = _empty(x, plan.scratch)
     aligned = are_aligned(x, rm, rv)
     if plan.pilot is not None:
         plan.pilot((x, scratch), aligned=aligned)
@@ -260,10 +271,12 @@ class NormalizePlan(NamedTuple):
 
 @functools.cache
 def _normalize_plan(
-    view: View, itemsize: int, has: tuple[bool, bool, bool], kind: str, relu: bool, lean: bool, save: bool
+    view: View, dtype: torch.dtype, affine: Affine, residual: bool, kind: str, relu: bool, lean: bool, save: bool
 ) -> NormalizePlan:
-    tiling = tiling_of(view, itemsize)
-    code_shape, bits, count_shape = saved_shapes(view, itemsize, kind, relu=relu, residual=has[2], lean=lean, save=save)
+    tiling = tiling_of(view, dtype.itemsize)
+    code_shape, bits, count_shape = saved_shapes(
+        view, dtype.itemsize, kind, relu=relu, residual=residual, lean=lean, save=save
+    )
     launch = Launch(
         apply.normalize_kernel,
         (-(-view.cols // tiling.block_c), tiling.splits),
@@ -271,9 +284,9 @@ def _normalize_plan(
         {
             "CONTIGUOUS": view.spatial > 1,
             "EVEN": _even(view, tiling),
-            "HAS_WEIGHT": has[0],
-            "HAS_BIAS": has[1],
-            "HAS_RESIDUAL": has[2],
+            "HAS_WEIGHT": affine[0] is not None,
+            "HAS_BIAS": affine[1] is not None,
+            "HAS_RESIDUAL": residual,
             "RELU": relu,
             "CODE_BITS": bits,
             "COUNT": kind == "l1" and save,
@@ -283,7 +296,7 @@ def _normalize_plan(
         },
         num_warps=tiling.num_warps,
         # With a residual, two tensors are on their way at a time: fewer programs, more loads each.
-        maxnreg=None if has[2] else MAX_REGISTERS,
+        maxnreg=None if residual else MAX_REGISTERS,
     )
     return NormalizePlan(launch, code_shape, code_dtype(bits), count_shape)
 
@@ -301,8 +314,7 @@ def normalize(
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The output, its codes, and how many elements lie above the mean (L1); the last two empty unless ``save``."""
-    has = (weight is not None, bias is not None, residual is not None)
-    plan = _normalize_plan(view_of(x), x.element_size(), has, kind, relu, lean, save)
+    plan = _normalize_plan(view_of(x), x.dtype, _affine(weight, bias), residual is not None, kind, relu, lean, save)
     z = torch.empty_like(x)
     code = _empty(x, *plan.code_shape, dtype=plan.code_dtype)
     count = _empty(x, *plan.count_shape, dtype=torch.int32)
@@ -327,7 +339,7 @@ class GradientPlan(NamedTuple):
 def _gradient_plan(
     view: View,
     dtype: torch.dtype,
-    has: tuple[bool, bool],
+    affine: Affine,
     kind: str,
     k: int,
     relu: bool,
@@ -342,7 +354,7 @@ def _gradient_plan(
     source = (1 if inverts_output(relu=relu, residual=residual) else 2) if lean else 0
     bits = code_bits(kind, relu=relu, residual=residual, lean=lean)
     terms = kept(kind, k)
-    affine = {"HAS_WEIGHT": has[0], "HAS_BIAS": has[1]}
+    has = {"HAS_WEIGHT": affine[0] is not None, "HAS_BIAS": affine[1] is not None}
     rounding = {"ROUNDING": _ROUNDING[dtype], "TINY": _TINY[dtype]}
     blocks = {"BLOCK_R": tiling.block_r, "BLOCK_C": tiling.block_c}
     grid = (-(-view.cols // tiling.block_c), tiling.splits)
@@ -357,7 +369,7 @@ def _gradient_plan(
             "MEAN_ONLY": kind == "mean",
             "CONTIGUOUS": contiguous,
             "EVEN": even,
-            **affine,
+            **has,
             "RELU": relu,
             **rounding,
             "GROUP": tiling.group,
@@ -374,7 +386,7 @@ def _gradient_plan(
             "KIND": number,
             "SOURCE": source,
             "K": 1 if kind == "range" else max(terms, 1),
-            **affine,
+            **has,
             **rounding,
             "BLOCK_E": block_e,
             "BLOCK_C": block_c,
@@ -428,8 +440,7 @@ def gradient(
     view = view_of(g)
     # Without a ReLU the residual's gradient is g itself: the caller hands that on.
     write_residual = need_dresidual and relu
-    has = (weight is not None, bias is not None)
-    plan = _gradient_plan(view, g.dtype, has, kind, k, relu, residual, lean, write_residual)
+    plan = _gradient_plan(view, g.dtype, _affine(weight, bias), kind, k, relu, residual, lean, write_residual)
     w = statistics if weight is None else weight
     b = statistics if bias is None else bias
     aligned = are_aligned(g, saved, w, b)
