@@ -37,12 +37,13 @@ def rng() -> torch.Generator:
 
 @pytest.fixture
 def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fill ``torch.empty`` and ``torch.empty_like`` with NaN, so that reading before writing shows in the result."""
+    """Fill ``torch.empty`` and ``torch.empty_like`` with NaN, integers with 85 (every other bit), so that reading before
+    writing shows in the result."""
 
     def poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def allocate_poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
             tensor = allocate(*args, **kwargs)
-            return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+            return tensor.fill_(float("nan") if tensor.is_floating_point() else 85)
 
         return allocate_poisoned
 

@@ -2,9 +2,9 @@
 
 For the compiler, training is two operators. ``batch_norm_statistics`` reads the input once, gives the statistics of
 the batch and moves the running ones (the only thing that is changed in place). ``batch_norm_apply`` normalizes; it is
-functional, and its autograd formula is the gradient of the *whole* batch norm, statistics included, so the first one needs none.
-Splitting them this way keeps the buffer update inside the kernel that has the numbers, and the differentiable operator
-free of mutation, as ``torch.compile`` wants it.
+functional, and its autograd formula is the gradient of the *whole* batch norm, statistics included, so the first one
+needs none. Splitting them this way keeps the buffer update inside the kernel that has the numbers, and the
+differentiable operator free of mutation, as ``torch.compile`` wants it.
 
 In eager mode the same kernels are called from one :class:`torch.autograd.Function`: the dispatcher's way to a Python
 operator and its autograd formula costs more time than launching all the kernels of a small layer.
@@ -293,6 +293,7 @@ def batch_norm(
     memory: str,
 ) -> Tensor:
     """A training step's batch norm; the dispatcher has checked the arguments."""
+    weight, bias = (None if t is None else t.contiguous() for t in (weight, bias))
     relu = act == "relu"
     lean = memory == "lean" and kind == "l1"  # the other statistics' gradients need the input itself
     save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias, residual))

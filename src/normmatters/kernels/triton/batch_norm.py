@@ -242,9 +242,12 @@ def statistics(
     """μ, 1/D and s/D as rows of one [3, C] tensor, and the extreme elements' offsets; moves the running statistics."""
     view = view_of(x)
     out = _empty(x, 3, view.channels)
-    rm = out if running_mean is None else running_mean
-    rv = out if running_var is None else running_var
-    plan = _statistics_plan(view, x.dtype, kind, k, None if running_mean is None else (rm.dtype, rv.dtype))
+    has_running = running_mean is not None or running_var is not None
+    # Where only one of them is kept, the other one moves in vain.
+    unused = _empty(x, view.channels) if has_running and (running_mean is None or running_var is None) else out
+    rm = unused if running_mean is None else running_mean.contiguous()
+    rv = unused if running_var is None else running_var.contiguous()
+    plan = _statistics_plan(view, x.dtype, kind, k, (rm.dtype, rv.dtype) if has_running else None)
     scratch = _empty(x, plan.scratch)
     aligned = are_aligned(x, rm, rv)
     if plan.pilot is not None:
@@ -253,10 +256,14 @@ def statistics(
     plan.moments((x, scratch, extremes), aligned=aligned)
     numbers = (constant, momentum, eps, plan.unbias)
     if not plan.extremes:
+        index = None
         plan.finish((x, scratch, out, rm, rv), numbers, aligned=aligned)
-        return out, None
-    index = _empty(x, kept(kind, k), view.channels, dtype=torch.int64)
-    plan.finish((x, scratch, extremes, out, index, rm, rv), numbers, aligned=aligned)
+    else:
+        index = _empty(x, kept(kind, k), view.channels, dtype=torch.int64)
+        plan.finish((x, scratch, extremes, out, index, rm, rv), numbers, aligned=aligned)
+    for kept_by_caller, moved in ((running_mean, rm), (running_var, rv)):
+        if kept_by_caller is not None and kept_by_caller is not moved:
+            kept_by_caller.copy_(moved)
     return out, index
 
 
