@@ -58,9 +58,9 @@ def _why_not_triton(input: Tensor) -> str:
         return f"the kernels take float16, bfloat16 and float32, the input is {input.dtype}"
     if input.numel() == 0:
         return "the input is empty"
-    if input.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            return "torch.func transforms need the plain equation"
+    if not torch.compiler.is_compiling():
+        if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
+            return "torch.func transforms and forward-mode differentiation need the plain equation"
     return ""
 
 
@@ -95,7 +95,7 @@ def _why_not_batch_norm_kernel(input: Tensor, kind: str, k: int | None) -> str:
         return "there are kernels for p = 1, 2, inf, Top(k), range and mean-only, not for a general p"
     if kind == "topk" and k is not None and k > kernels.MAX_K:
         return f"the Top(k) kernel takes k <= {kernels.MAX_K}, got k={k}"
-    if kind in ("linf", "topk", "range"):
+    if kind in ("linf", "topk", "range") and input.dim() >= 2:
         groups = kernels.groups_of(view_of(input), input.element_size(), k or 1)
         if groups > kernels.MAX_GROUPS:
             return f"{groups} groups a channel are more than the {kernels.MAX_GROUPS} that the selection kernel holds"
@@ -128,6 +128,13 @@ def _say(what: str, backend: Backend, input: Tensor) -> None:
         _log_once(f"{what} falls back to {backend.name}: {backend.reason}")
 
 
+def _check_devices(input: Tensor, *others: Tensor | None) -> None:
+    """A kernel that is handed memory of another device spoils the GPU for the whole process: say so before."""
+    for other in others:
+        if other is not None and other.device != input.device:
+            raise ValueError(f"all tensors must be on the input's device {input.device}, got one on {other.device}")
+
+
 def batch_norm(
     input: Tensor,
     running_mean: Tensor | None,
@@ -155,6 +162,7 @@ def batch_norm(
         check_batch_norm(
             input, running_mean, running_var, weight, bias, training, eps, kind=kind, k=k, act=act, residual=residual
         )
+        _check_devices(input, running_mean, running_var, weight, bias, residual)
         C = scale_constant(p, input.numel() // input.shape[1], k, constant)
         if residual is not None:
             residual = residual.to(input.dtype)
