@@ -1,0 +1,207 @@
+"""A batch norm by the kernels and by the plain equation in float64, and how far each result of the two may differ."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import tolerances
+from normmatters.functional import lp_batch_norm
+from normmatters.functional.statistic import scale_constant
+from normmatters.kernels import dispatch
+from normmatters.kernels.triton import batch_norm as kernels
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+#: (p, k) of every kind that has kernels.
+KINDS: dict[str, tuple[float | str, int | None]] = {
+    "l1": (1, None),
+    "l2": (2, None),
+    "linf": (math.inf, None),
+    "topk": (math.inf, 3),
+    "range": ("range", None),
+    "mean": ("mean", None),
+}
+LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
+EPS, MOMENTUM = 1e-3, 0.3
+STEP = 0.4  # of the 4-bit codes; 14 of them, so the outermost stand for 2.6 and reach to 2.8
+
+
+@dataclass
+class Result:
+    """The output, what moved, and the gradients; None where there was no such argument."""
+
+    y: Tensor
+    running_mean: Tensor
+    running_var: Tensor
+    dx: Tensor
+    dweight: Tensor | None
+    dbias: Tensor | None
+    dresidual: Tensor | None
+
+
+def fused(x, weight, bias, residual, g, kind, act, memory="exact", constant="exact") -> Result:
+    """By the kernels, through the dispatcher."""
+    p, k = KINDS[kind]
+    assert dispatch.batch_norm_backend(x, p=p, k=k, memory=memory) == ("triton", "")
+    return _step(dispatch.batch_norm, x, weight, bias, residual, g, p, k, act, constant, memory=memory)
+
+
+def plain(x, weight, bias, residual, g, kind, act, constant="exact") -> Result:
+    """By the equation, in float64."""
+    p, k = KINDS[kind]
+    tensors = (None if t is None else t.double() for t in (x, weight, bias, residual, g))
+    return _step(lp_batch_norm, *tensors, p, k, act, constant)
+
+
+def _step(function, x, weight, bias, residual, g, p, k, act, constant, **more) -> Result:
+    x, weight, bias, residual = (
+        None if t is None else t.detach().requires_grad_() for t in (x, weight, bias, residual)
+    )
+    statistics = torch.float64 if x.dtype == torch.float64 else torch.float32
+    running_mean, running_var = torch.arange(2 * x.shape[1], dtype=statistics, device=x.device).div(8).chunk(2)
+    y = function(
+        x, running_mean, running_var, weight, bias, True, MOMENTUM, EPS,
+        p=p, k=k, constant=constant, act=act, residual=residual, **more,
+    )  # fmt: skip
+    y.backward(g)
+    gradients = [None if t is None else t.grad for t in (x, weight, bias, residual)]
+    return Result(y.detach(), running_mean, running_var, *gradients)
+
+
+def by_channel(t: Tensor) -> Tensor:
+    """(N, C, ...) -> (C, n) in float64."""
+    return t.double().transpose(0, 1).flatten(1)
+
+
+def near(what: str, ours: Tensor, expected: Tensor, bound: Tensor) -> None:
+    """|ours − expected| ≤ bound in each channel; rows are channels. NaN is never near."""
+    error = (ours - expected).abs().reshape(len(bound), -1).amax(1)
+    wrong = ~(error <= bound)
+    assert not wrong.any(), f"{what}: channels {wrong.nonzero().flatten().tolist()}: {error[wrong]} > {bound[wrong]}"
+
+
+def check(
+    x: Tensor,
+    kind: str,
+    *,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    act: str | None = None,
+    memory: str = "exact",
+    constant: str | float = "exact",
+    g: Tensor | None = None,
+    pilot_misses: bool = False,
+) -> Result:
+    """Everything that a training step computes, each channel within a bound for its own size."""
+    g = torch.randn_like(x) if g is None else g
+    ours = fused(x, weight, bias, residual, g, kind, act, memory, constant)
+    reference = plain(x, weight, bias, residual, g, kind, act, constant)
+
+    assert ours.y.dtype == x.dtype
+    assert ours.y.stride() == ours.dx.stride() == torch.empty_like(x).stride()
+    channels, n = x.shape[1], x.numel() // x.shape[1]
+    one = torch.ones(channels, dtype=torch.float64, device=x.device)
+    gamma = one if weight is None else weight.double()
+    values = by_channel(x)
+    mean = values.mean(1)
+    deviation = values - mean[:, None]
+    p, k = KINDS[kind]
+    C = scale_constant(p, n, k, constant)
+    squared = _squared_scale(deviation, kind, C)
+    D = one if kind == "mean" else (squared + EPS).sqrt()
+    xhat = deviation / D[:, None]
+
+    # How wrong the statistics may be, relative to the scale.
+    wrong = tolerances.statistic(torch.float32, n) + tolerances.offset(1.0) * mean.abs() / D
+    if kind == "l1" and uses_pilot(x) and not pilot_misses:
+        wrong = wrong + tolerances.pilot(n)
+    rounding = 4 * torch.finfo(x.dtype).eps
+    most = xhat.abs().amax(1).clamp(min=1)
+    size = gamma.abs() * most + (0 if bias is None else bias.double().abs())
+    if residual is not None:
+        size = size + by_channel(residual).abs().amax(1)
+    near("output", by_channel(ours.y), by_channel(reference.y), wrong * gamma.abs() * most + rounding * size)
+    near("running_mean", ours.running_mean.double(), reference.running_mean, wrong * D + 1e-6)
+    near("running_var", ours.running_var.double(), reference.running_var, 2 * wrong * D**2 + 1e-6)
+
+    grads = by_channel(g)
+    if act == "relu":
+        grads = torch.where(by_channel(reference.y) > 0, grads, 0)
+    largest = grads.abs().amax(1)
+    spread = tolerances.FEW * math.sqrt(n) * largest
+    if bias is not None:
+        allowed = (
+            tolerances.elementwise(torch.float32) * spread + tolerances.elementwise(bias.dtype) * reference.dbias.abs()
+        )
+        near("dbias", ours.dbias.double(), reference.dbias, allowed + 1e-6)
+    if residual is not None:
+        near("dresidual", by_channel(ours.dresidual), by_channel(reference.dresidual), 0 * one)
+    expected_dx, lean = by_channel(reference.dx), memory == "lean" and kind == "l1"
+    if weight is not None:
+        allowed = wrong * spread * most + tolerances.elementwise(weight.dtype) * reference.dweight.abs() + 1e-6
+        if lean:
+            allowed = allowed + lean_error(x.dtype, act, residual, gamma, bias, xhat, grads, by_channel(ours.y))
+            # The input's gradient differs by this one number only.
+            sign = torch.where(deviation >= 0, 1.0, -1.0)
+            share = gamma * C * squared.sqrt() / D**2 * (ours.dweight.double() - reference.dweight) / n
+            expected_dx = expected_dx - share[:, None] * (sign - sign.mean(1, keepdim=True))
+        near("dweight", ours.dweight.double(), reference.dweight, allowed)
+    if not (lean and weight is None):  # without dγ there is nothing to tell the coarse part from an error by
+        slope = gamma.abs() / D
+        bound = slope * largest * (2 * wrong * most + rounding) + expected_dx.abs().amax(1) * (2 * wrong + rounding)
+        near("dx", by_channel(ours.dx), expected_dx, bound + 1e-7 * slope)
+    return ours
+
+
+def uses_pilot(x: Tensor) -> bool:
+    return x.numel() // x.shape[1] > kernels.PILOT_SAMPLES
+
+
+def lean_error(dtype, act, residual, gamma, bias, xhat, grads, y) -> Tensor:
+    """What ``memory="lean"`` may change in dγ = Σ g·x̂, for each channel: g times what it does not know of x̂."""
+    if act is None or residual is not None:
+        coarse = torch.full_like(xhat, STEP / math.sqrt(12))
+        clipped = (xhat.abs() - 7 * STEP).clamp(min=0)
+        return tolerances.unknown(grads * coarse) + (grads.abs() * (clipped + STEP * (clipped > 0))).sum(1)
+    lost = torch.finfo(dtype).eps / 2
+    smallest = torch.finfo(dtype).smallest_normal * lost
+    beta = torch.zeros_like(gamma) if bias is None else bias.double()
+    vague = gamma.abs() < 16 * (lost * beta.abs() + smallest)
+    from_sign = grads * (xhat.abs() - xhat.abs().mean(1, keepdim=True))
+    from_output = grads * (lost * y.abs() + smallest) / torch.where(vague, torch.inf, gamma.abs())[:, None]
+    return tolerances.unknown(torch.where(vague[:, None], from_sign, from_output))
+
+
+def _squared_scale(deviation: Tensor, kind: str, C: float) -> Tensor:
+    if kind == "mean":
+        return torch.ones_like(deviation[:, 0])
+    if kind == "l2":
+        return C**2 * deviation.square().mean(1)
+    if kind == "range":
+        return (C * (deviation.amax(1) - deviation.amin(1))).square()
+    if kind == "l1":
+        return (C * deviation.abs().mean(1)).square()
+    return (C * deviation.abs().topk(KINDS[kind][1] or 1, dim=1).values.mean(1)).square()
+
+
+def made(shape: tuple[int, ...], layout: str = "contiguous", dtype: torch.dtype = torch.float32) -> Tensor:
+    """Random numbers about means of both signs."""
+    x = torch.randn(shape, device=DEVICE) * 2
+    x += torch.linspace(-3, 1, shape[1], device=DEVICE).view(1, -1, *[1] * (len(shape) - 2))
+    if layout == "contiguous":
+        return x.to(dtype)
+    return x.to(dtype, memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
+
+
+def affine(kind: str, channels: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor | None]:
+    """A weight and a bias; mean-only has no weight."""
+    weight = 0.5 + torch.rand(channels, device=DEVICE)
+    return {
+        "weight": None if kind == "mean" else weight.to(dtype),
+        "bias": torch.randn(channels, device=DEVICE).to(dtype),
+    }

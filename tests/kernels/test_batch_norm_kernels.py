@@ -1,0 +1,272 @@
+"""The batch norm kernels against the equation in float64: on a GPU, or through Triton's interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from batch_norm_cases import DEVICE, EPS, KINDS, LAYOUTS, affine, by_channel, check, fused, made, plain, uses_pilot
+
+from normmatters.functional import lp_batch_norm
+from normmatters.kernels import dispatch
+from normmatters.kernels.triton import batch_norm as kernels
+from normmatters.kernels.triton.layout import Tiling, View
+
+ODD, EVEN = (9, 3, 3, 5), (8, 4, 2, 4)  # rows and columns that do not, or do, fill the tiles of ``small_tiles``
+MEMORY = [*((kind, "exact") for kind in KINDS), ("l1", "lean")]
+
+
+def forget_plans() -> None:
+    for value in vars(kernels).values():
+        if hasattr(value, "cache_clear"):
+            value.cache_clear()
+
+
+@pytest.fixture
+def fresh_plans() -> Iterator[None]:
+    """No plan from before the test's own settings, and none left behind."""
+    forget_plans()
+    yield
+    forget_plans()
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch, fresh_plans: None) -> None:
+    """Tiles of 8 rows and 16 columns and at most 3 programs down the rows: small tensors meet every loop and edge."""
+    whole = kernels.tiling_of
+
+    def cut(view: View, itemsize: int, *programs: int) -> Tiling:
+        tiling = whole(view, itemsize, *programs)
+        block_c, block_r = min(tiling.block_c, 16), min(tiling.block_r, 2)
+        tiles = -(-view.code_rows // block_r)
+        return tiling._replace(
+            block_c=block_c, block_r=block_r, group=min(tiling.group, block_c), tiles=tiles, splits=min(tiles, 3)
+        )
+
+    monkeypatch.setattr(kernels, "tiling_of", cut)
+
+
+@pytest.mark.parametrize("with_residual", [False, True], ids=["", "residual"])
+@pytest.mark.parametrize("act", [None, "relu"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("kind", "memory"), MEMORY)
+def test_values_and_gradients(kind, memory, layout, act, with_residual, small_tiles, poisoned_empty):
+    residual = made(ODD, layout) if with_residual else None
+    check(made(ODD, layout), kind, **affine(kind, 3), act=act, residual=residual, memory=memory)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("kind", "memory"), MEMORY)
+def test_full_tiles(kind, memory, layout, small_tiles, poisoned_empty):
+    check(made(EVEN, layout), kind, **affine(kind, 4), act="relu", memory=memory)
+
+
+@pytest.mark.parametrize(("kind", "memory"), [("l1", "exact"), ("l1", "lean"), ("l2", "exact"), ("topk", "exact")])
+@pytest.mark.parametrize(
+    ("shape", "layout"),
+    [((7, 3), ""), ((5, 3, 6), ""), ((2, 3, 2, 3, 2), ""), ((3, 3, 2, 2, 3), "channels_last")],
+    ids=str,
+)
+def test_dimensions(shape, layout, kind, memory, poisoned_empty):
+    check(made(shape, layout or "contiguous"), kind, **affine(kind, 3), act="relu", memory=memory)
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind"),
+    [((13, 65), "l1"), ((13, 65), "l2"), ((6, 1), "l1"), ((6, 1), "topk"), ((3, 1, 5, 5), "linf"), ((2, 2), "range")],
+    ids=str,
+)
+def test_channels(shape, kind, poisoned_empty):
+    """65 are one more than a block, 1 is less than a vector, and two values are the fewest that batch norm takes."""
+    check(made(shape), kind, **affine(kind, shape[1]), act="relu")
+
+
+def test_pixels_that_are_one_row_each(poisoned_empty):
+    """1×1 pixels are both layouts at once."""
+    check(made((9, 5, 1, 1)), "l1", **affine("l1", 5), act="relu")
+
+
+@pytest.mark.parametrize("given", ["weight", "bias", "neither"])
+@pytest.mark.parametrize(("kind", "memory"), [("l1", "exact"), ("l1", "lean"), ("topk", "exact")])
+def test_without_weight_or_bias(kind, memory, given):
+    parameters = {name: t for name, t in affine(kind, 3).items() if name == given}
+    check(made(ODD), kind, **parameters, act="relu", memory=memory)
+
+
+@pytest.mark.parametrize("memory", ["exact", "lean"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("parameters", [torch.float32, None], ids=["float32 weight", "half weight"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision(dtype, parameters, layout, memory, small_tiles, poisoned_empty):
+    residual = made(ODD, layout, dtype) if memory == "lean" else None
+    x = made(ODD, layout, dtype)
+    check(x, "l1", **affine("l1", 3, parameters or dtype), act="relu", memory=memory, residual=residual)
+
+
+@pytest.mark.parametrize("kind", ["l2", "linf", "topk", "range", "mean"])
+def test_half_precision_of_other_kinds(kind, small_tiles):
+    x = made(ODD, "channels_last", torch.bfloat16)
+    # Distinct extremes: where several elements are the largest, which one gets the gradient is free.
+    x[0, :, 0, 0], x[5, :, 1, 2], x[7, :, 2, 0], x[8, :, 0, 1] = 20, -18, 16, -14
+    check(x, kind, **affine(kind, 3), act="relu")
+
+
+@pytest.mark.parametrize("constant", ["none", "paper", 2.0])
+@pytest.mark.parametrize(("kind", "memory"), [("l1", "exact"), ("l1", "lean"), ("l2", "exact"), ("topk", "exact")])
+def test_constants(kind, memory, constant):
+    check(made(ODD), kind, **affine(kind, 3), memory=memory, constant=constant, act="relu")
+
+
+# Values that are hard ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("layout", "act"), [("contiguous", None), ("channels_last", "relu")])
+@pytest.mark.parametrize(("kind", "memory"), [item for item in MEMORY if item[0] != "mean"])
+def test_zero_negative_and_tiny_weights(kind, memory, layout, act, small_tiles):
+    """γ = 0 (zero-init residual branches) still has a gradient, and exact memory finds it to the last digit."""
+    x = made((9, 7, 3, 5), layout)
+    weight = torch.tensor([0.0, -0.0, -1.5, 1e-9, -1e-6, 1e-3, -1e-30], device=DEVICE)
+    bias = torch.tensor([0.7, 0.3, 0.1, 1.0, 2.0, 0.5, 0.0], device=DEVICE)
+    ours = check(x, kind, weight=weight, bias=bias, act=act, memory=memory)
+    assert (ours.dweight.abs() > 0).all() or act == "relu"
+
+
+@pytest.mark.parametrize("weight", [0.0, 1e-4, -0.01, 0.5])
+def test_lean_in_half_precision_knows_when_the_output_hides_the_input(weight):
+    """β = 3 leaves few digits of γ·x̂ in a float16: down to those, x̂ is (z−β)/γ, and below it is ±E|x̂|."""
+    x = made((16, 3, 4, 4), dtype=torch.float16)
+    values = {"weight": torch.full((3,), weight, device=DEVICE), "bias": torch.full((3,), 3.0, device=DEVICE)}
+    check(x, "l1", **values, act="relu", memory="lean")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("kind", "memory"), [item for item in MEMORY if item[0] != "mean"])
+def test_constant_channels_offsets_and_outliers(kind, memory, layout, small_tiles):
+    x = made((9, 5, 3, 5), layout)
+    x[:, 0] = 3.0
+    x[:, 1] = 0.0
+    x[:, 2] += 3000.0
+    x[4, 3, 1, 2] = -1e5
+    x[:, 4] *= 1e-6  # far below √eps
+    ours = check(x, kind, **affine(kind, 5), memory=memory, act="relu")
+    assert ours.y.isfinite().all()
+    assert ours.dx.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["linf", "topk", "range"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_equal_extremes(kind, layout, small_tiles):
+    """Of equal extremes any may be taken, each at most once; their gradients add up to the same."""
+    x = torch.randint(-2, 3, (9, 3, 3, 5), device=DEVICE).float().to(memory_format=LAYOUTS[layout])
+    x -= by_channel(x).float().mean(1).round()[:, None, None]
+    g = torch.randn_like(x)
+    ours, reference = (f(x, None, None, None, g, kind, None) for f in (fused, plain))
+    torch.testing.assert_close(ours.y.double(), reference.y, rtol=0, atol=1e-5)
+    for channel in range(3):
+        values, mine, theirs = (by_channel(t)[channel] for t in (x, ours.dx - g, reference.dx - g.double()))
+        for value in values.unique():
+            same = values == value
+            sums = [d[same].sum().item() for d in (mine, theirs)]
+            if kind == "topk" or (kind == "linf" and values.max() - values.mean() == values.mean() - values.min()):
+                continue  # the tie may be between different values
+            assert sums[0] == pytest.approx(sums[1], abs=1e-4)
+    statistics, index = kernels.statistics(x, None, None, 0.1, EPS, kind, KINDS[kind][1] or 0, 1.0)
+    offsets = torch.where(index >= 0, index, ~index)
+    for channel in range(3):
+        assert len(set(offsets[:, channel].tolist())) == index.shape[0]
+    assert statistics.isfinite().all()
+
+
+@pytest.mark.parametrize(("layout", "value"), [("contiguous", float("nan")), ("channels_last", float("-inf"))])
+@pytest.mark.parametrize(("kind", "memory"), MEMORY)
+def test_nan_and_infinity_stay_in_their_channel(kind, memory, layout, value, small_tiles):
+    x = made((9, 3, 2, 3), layout)
+    clean = fused(x, None, None, None, torch.ones_like(x), kind, "relu", memory)
+    x[3, 1, 0, 2] = value
+    ours = fused(x, None, None, None, torch.ones_like(x), kind, "relu", memory)
+    assert ours.y[:, 1].isnan().all()
+    assert ours.running_mean[1].isnan() or ours.running_mean[1].isinf()
+    for name in ("y", "dx"):
+        assert torch.equal(getattr(ours, name)[:, ::2], getattr(clean, name)[:, ::2])
+    if kind in ("linf", "topk", "range"):  # the backward pass writes there
+        _, index = kernels.statistics(x, None, None, 0.1, EPS, kind, KINDS[kind][1] or 0, 1.0)
+        offsets = torch.where(index >= 0, index, ~index)
+        assert ((offsets >= 0) & (offsets < x.numel())).all()
+
+
+# The pilot -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("kind", "memory"), [("l1", "exact"), ("l1", "lean"), ("l2", "exact")])
+def test_pilot(kind, memory, layout, monkeypatch, fresh_plans, poisoned_empty):
+    """Some channels are near enough to their pilot, others are summed again."""
+    monkeypatch.setattr(kernels, "PILOT_SAMPLES", 256)
+    x = made((16, 6, 8, 10), layout)
+    assert uses_pilot(x)
+    check(x, kind, **affine(kind, 6), act="relu", memory=memory)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", ["l1", "l2"])
+def test_pilot_that_misses(kind, layout, monkeypatch, fresh_plans):
+    """One huge number: the pilot is far off whether it is in the sample or not, and the scale is exact all the same."""
+    monkeypatch.setattr(kernels, "PILOT_SAMPLES", 64)
+    x = made((16, 6, 8, 10), layout)
+    for channel, (image, row, column) in enumerate(
+        [(0, 0, 0), (15, 7, 9), (3, 0, 4), (8, 5, 5), (12, 2, 1), (0, 3, 3)]
+    ):
+        x[image, channel, row, column] = (-1) ** channel * 1e5
+    check(x, kind, **affine(kind, 6), pilot_misses=True)
+
+
+# Arguments -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kept", ["mean", "variance"])
+@pytest.mark.parametrize("kind", ["l1", "range"])
+def test_either_running_statistic_alone(kind, kept):
+    """Each of them moves without the other, as in the equation."""
+    x = made(ODD)
+    p, k = KINDS[kind]
+    both, one = ([torch.ones(3, device=DEVICE) for _ in range(2)] for _ in range(2))
+    one[kept == "mean"] = None
+    expected = dispatch.batch_norm(x, *both, None, None, True, 0.5, EPS, p=p, k=k)
+    y = dispatch.batch_norm(x, *one, None, None, True, 0.5, EPS, p=p, k=k)
+    assert torch.equal(y, expected)
+    for mine, reference in zip(one, both):
+        assert mine is None or torch.equal(mine, reference)
+    torch.testing.assert_close(y.double(), lp_batch_norm(x.double(), training=True, eps=EPS, p=p), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["l1", "topk"])
+def test_strided_tensors(kind):
+    """Inputs that are dense in no order, parameters that are every other number, gradients of stride 0."""
+    whole = torch.randn(9, 6, 4, 10, device=DEVICE)
+    x, residual = whole[:, ::2, 1:, ::2], whole[:, 1::2, :3, 1::2].transpose(2, 3).contiguous().transpose(2, 3)
+    weight, bias = (0.5 + torch.rand(6, device=DEVICE))[::2], torch.ones(1, device=DEVICE).expand(3)
+    g = torch.ones(1, 3, 1, 1, device=DEVICE).expand(9, 3, 3, 5)
+    ours, reference = (f(x, weight, bias, residual, g, kind, "relu") for f in (fused, plain))
+    for name, expected in vars(reference).items():
+        torch.testing.assert_close(getattr(ours, name).double(), expected, rtol=1e-5, atol=1e-5, msg=name)
+    buffers = torch.zeros(2, 3, 2, device=DEVICE)
+    dispatch.batch_norm(x, buffers[0, :, 0], buffers[1, :, 0], None, None, True, 1.0, EPS, p=KINDS[kind][0])
+    torch.testing.assert_close(buffers[0, :, 0], x.mean((0, 2, 3)), rtol=0, atol=1e-6)
+    assert (buffers[1, :, 0] > 0).all()
+    assert (buffers[:, :, 1] == 0).all()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_residual_of_another_layout_and_dtype(layout):
+    x = made(ODD, layout, torch.bfloat16)
+    residual = made(ODD).transpose(2, 3).contiguous().transpose(2, 3).requires_grad_()
+    y = dispatch.batch_norm(x, None, None, None, None, True, 0.1, EPS, p=1, act="relu", residual=residual)
+    y.backward(torch.ones_like(y))
+    expected = lp_batch_norm(x.double(), training=True, eps=EPS, act="relu", residual=residual.double())
+    torch.testing.assert_close(y.double(), expected, rtol=2**-6, atol=2**-6)
+    assert residual.grad.dtype == torch.float32
+    assert torch.equal(residual.grad, (y > 0).float())
