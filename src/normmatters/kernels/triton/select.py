@@ -102,16 +102,17 @@ def select_kernel(
             else:
                 value = bottom
                 group = tl.min(tl.where(low == bottom, g, BLOCK_G), axis=0)
-            place = rows.to(tl.int64) * cols
+            nowhere = tl.cast(rows, tl.int64) * cols  # a single row is a constant here, which has no .to
+            place = nowhere
             for e0 in range(0, elements, BLOCK_E):
                 e = e0 + tl.arange(0, BLOCK_E)
                 v, offset, valid = group_values(
                     x_ptr, group, e, channel, rows, cols, spatial, per_channel, tiles, splits, KEEP_R, GROUP, BLOCK_R
                 )
-                found = tl.where(valid & (v == value), offset, rows.to(tl.int64) * cols)
+                found = tl.where(valid & (v == value), offset, nowhere)
                 place = tl.minimum(place, tl.min(found, axis=0))
             # Not found only where the channel holds NaN: any element of it will do.
-            place = tl.where(place < rows.to(tl.int64) * cols, place, channel * spatial)
+            place = tl.where(place < nowhere, place, channel * spatial)
             if side == 1:
                 place = ~place
             tl.store(index_ptr + side * channels + channel, place)
