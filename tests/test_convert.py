@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from models import NETS, BasicBlock, BatchNormAct2d, ResNet, assert_same_step, batch, make, step, vgg_bn
-from normmatters.convert import ConversionReport, convert
+from normmatters.convert import ConversionReport, convert, to_torch
 from normmatters.nn.batchnorm import (
     L1BatchNorm1d,
     L1BatchNorm2d,
@@ -339,3 +339,22 @@ def test_report_is_a_table_and_is_logged(caplog: pytest.LogCaptureFixture) -> No
     caplog.clear()
     convert(nn.Linear(2, 2), "l1")
     assert caplog.messages == ["no norm to convert was found"]
+
+
+def test_transformer_encoder_evaluates_with_our_norm() -> None:
+    """Its fast path would read the weights of the norm and use L2; nested tensors would reach it too."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    model = convert(nn.TransformerEncoder(layer, 2), layer_norm="l1").eval()
+    x = torch.randn(2, 5, 16)
+    with torch.no_grad():
+        fast = model(x)
+    slow = model(x)  # with gradients the fast path is never taken
+    torch.testing.assert_close(fast, slow.detach())
+    padded = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    with torch.no_grad():
+        masked = model(x, src_key_padding_mask=padded)
+    torch.testing.assert_close(masked[0], fast[0])
+
+    plain = to_torch(convert(nn.TransformerEncoder(layer, 1), layer_norm="l2")).eval()
+    assert plain.layers[0].activation_relu_or_gelu == 1

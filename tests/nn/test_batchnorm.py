@@ -289,3 +289,13 @@ def test_an_empty_batch_counts_and_leaves_the_statistics() -> None:
     for key, value in theirs.state_dict().items():
         assert torch.equal(mine.state_dict()[key], value)
     assert torch.equal(mine.weight.grad, theirs.weight.grad)
+
+
+def test_general_class_with_p_mean_is_mean_only() -> None:
+    """``LpBatchNorm2d(C, p="mean")`` has no weight and no eps, in training and evaluation alike."""
+    x = torch.randn(4, 3, 5, 5, dtype=torch.float64)
+    general, special = ours.LpBatchNorm2d(3, p="mean", dtype=x.dtype), ours.MeanOnlyBatchNorm2d(3, dtype=x.dtype)
+    assert general.weight is None
+    assert general.eps == 0
+    torch.testing.assert_close(general(x), special(x))
+    torch.testing.assert_close(general.eval()(x), special.eval()(x))

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from normmatters.convert.fuse import FusionPlan, plan_fusion
 from normmatters.convert.report import Change, ConversionReport
@@ -206,7 +207,29 @@ def replace_modules(model: nn.Module, new: dict[nn.Module, nn.Module]) -> nn.Mod
         for name, child in owner._modules.items():
             if child in new:
                 owner._modules[name] = new[child]
+    for module in model.modules():
+        _keep_from_fast_path(module)
     return new.get(model, model)
+
+
+def _keep_from_fast_path(module: nn.Module) -> None:
+    """Keep ``nn.TransformerEncoder``'s evaluation from reading our norms' weights into its own L2 layer norm.
+
+    Its fast path does not call the norms at all. These attributes are what it asks before it is taken.
+    """
+    if isinstance(module, nn.TransformerEncoderLayer):
+        activation = module.activation
+        usual = 0
+        if activation is F.relu or isinstance(activation, nn.ReLU):
+            usual = 1
+        elif activation is F.gelu or isinstance(activation, nn.GELU):
+            usual = 2
+        ours = isinstance(module.norm1, LpLayerNorm) or isinstance(module.norm2, LpLayerNorm)
+        module.activation_relu_or_gelu = 0 if ours else usual
+    elif isinstance(module, nn.TransformerEncoder):
+        norms = [norm for layer in module.layers for norm in layer.modules() if isinstance(norm, LpLayerNorm)]
+        if norms:
+            module.use_nested_tensor = False
 
 
 def check_model(model: nn.Module) -> None:

@@ -52,9 +52,13 @@ class _LpBatchNorm(_NormBase):
         check_memory(memory)
         if eps < 0:
             raise ValueError(f"eps must not be negative, got {eps}")
+        if p == "mean":  # no scale: so that evaluation is still exactly a batch norm, whose running_var stays 1
+            eps = 0.0
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
         if not bias:  # not passed on: torch 2.11's base class has no such argument
             self.register_parameter("bias", None)
+        if p == "mean":
+            self.register_parameter("weight", None)
         self.p = p
         self.k = k
         self.constant = constant
@@ -390,7 +394,6 @@ class _MeanOnlyBatchNorm(_LpBatchNorm):
             device=device,
             dtype=dtype,
         )
-        self.register_parameter("weight", None)
 
 
 class MeanOnlyBatchNorm1d(_MeanOnlyBatchNorm, LpBatchNorm1d):
