@@ -11,6 +11,8 @@ install: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install -c constraints.txt torch
+	# The tests interpret the kernels by triton. A GPU build of torch has brought the one that it needs; a CPU build none.
+	$(BIN)/python -c "import triton" 2>/dev/null || $(PIP) install "triton==3.6.0; platform_system == 'Linux'"
 	$(PIP) install -c constraints.txt -e ".[lab,dev]"
 	touch $@
 
