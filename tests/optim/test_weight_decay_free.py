@@ -9,6 +9,7 @@ import torch
 from digits import backward, digit_net, direction_error, split, train
 from torch import nn
 
+from normmatters.optim import weight_decay_free
 from normmatters.optim._decay_free import RESCALE_AT
 from normmatters.optim.weight_decay_free import WeightDecayFreeSGD, largest_decay, next_alpha_kappa
 from normmatters.optim.weight_decay_free_adamw import WeightDecayFreeAdamW
@@ -121,6 +122,64 @@ def test_implementations_agree(options, momentum, nesterov):
         train(net, optimizer, 15, start=15)
     for p, q in zip(plain.parameters(), other.parameters()):
         assert (p - q).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("options", "fused"),
+    [
+        ({}, True),
+        ({"momentum": 0.0}, True),
+        ({"fused": True}, True),
+        ({"fused": False}, False),
+        ({"foreach": True}, False),
+        ({"foreach": False}, False),
+        ({"nesterov": True}, False),
+        ({"capturable": True}, False),
+    ],
+)
+def test_the_fused_kernel_is_chosen_where_it_applies(options, fused, monkeypatch):
+    """The choice is that of CUDA parameters, made here for a CPU, which has the kernel too."""
+    monkeypatch.setattr(weight_decay_free, "_FUSED_BY_DEFAULT", ("cpu",))
+    calls = []
+    real = torch._fused_sgd_
+    monkeypatch.setattr(torch, "_fused_sgd_", lambda *args, **kwargs: (calls.append(args), real(*args, **kwargs)))
+    kwargs = {"lr": 0.1, "momentum": 0.9, "weight_decay": 5e-3} | options
+    decayed, net = digit_net(), digit_net()
+    same = {k: v for k, v in kwargs.items() if k not in ("fused", "foreach", "capturable")}
+    train(decayed, torch.optim.SGD(decayed.parameters(), **same), 20)
+    train(net, free_sgd(net, **kwargs), 20)
+    assert len(calls) == (40 if fused else 0)  # two groups, 20 steps
+    assert direction_error(split(decayed)[0], split(net)[0]) < EXACT
+    for p, q in zip(split(decayed)[1], split(net)[1]):
+        assert (p - q).abs().max() < EXACT
+
+
+def test_gradients_that_the_fused_kernel_refuses_are_stepped_by_foreach(monkeypatch):
+    monkeypatch.setattr(weight_decay_free, "_FUSED_BY_DEFAULT", ("cpu",))
+    monkeypatch.setattr(torch, "_fused_sgd_", lambda *args, **kwargs: pytest.fail("strides differ"))
+    x, g = torch.randn(2, 3, 4, 5, dtype=torch.float64).unbind(0)
+    weight = nn.Parameter(x.clone()[None])
+    weight.grad = g[None].contiguous(memory_format=torch.channels_last)
+    WeightDecayFreeSGD([weight], lr=0.1, momentum=0.9, weight_decay=5e-3, check_invariance=False).step()
+    alpha, _ = next_alpha_kappa(1.0, 0.0, 0.1, 5e-3, 0.9)
+    torch.testing.assert_close(weight.detach()[0], x - 0.1 * alpha * g, rtol=1e-14, atol=1e-14)
+
+
+def test_a_state_goes_from_one_implementation_to_another():
+    """As after a move from a GPU, where fused is the default, to a CPU: one state, one run."""
+    whole = digit_net()
+    options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.02}
+    train(whole, free_sgd(whole, **options), 90)
+    net, state = digit_net(), None
+    for start, fused in ((0, True), (30, False), (60, True)):
+        optimizer = free_sgd(net, **options, fused=fused)
+        if state is not None:
+            for group in state["param_groups"]:
+                group["fused"] = fused
+            optimizer.load_state_dict(state)
+        train(net, optimizer, 30, start=start)
+        state = copy.deepcopy(optimizer.state_dict())
+    assert direction_error(split(whole)[0], split(net)[0]) < EXACT
 
 
 def test_maximize_is_minimizing_the_negative():
@@ -264,6 +323,8 @@ def test_refuses_what_has_no_weight_decay_free_form():
         free_sgd(net, lr=0.1, nesterov=True)
     with pytest.raises(ValueError, match="fused=True does not go with"):
         free_sgd(net, lr=0.1, momentum=0.9, nesterov=True, fused=True)
+    with pytest.raises(ValueError, match="fused=True and foreach=True are two implementations"):
+        free_sgd(net, lr=0.1, fused=True, foreach=True)
     with pytest.raises(TypeError, match="lr must be a number, got str"):
         free_sgd(net, lr="0.1")
     with pytest.raises(ValueError, match="momentum must be in"):
