@@ -10,8 +10,9 @@ import pytest
 import torch
 from hypothesis import settings
 
-# Without a GPU the kernels' tests run through Triton's interpreter. Triton reads this variable when it is imported, which
-# torch.compile does as well: so it is set here, before any test module is. Only tests/kernels sends CPU tensors there.
+# Without a GPU the kernels' tests run through Triton's interpreter. Triton reads this variable when it is imported,
+# which torch.compile does as well: so it is set here, before any test module is. Only tests/kernels sends CPU tensors
+# there.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
@@ -37,8 +38,8 @@ def rng() -> torch.Generator:
 
 @pytest.fixture
 def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fill ``torch.empty`` and ``torch.empty_like`` with NaN, integers with 85 (every other bit), so that reading before
-    writing shows in the result."""
+    """Fill ``torch.empty`` and ``torch.empty_like`` with NaN, integers with 85 (every other bit), so that reading
+    before writing shows in the result."""
 
     def poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def allocate_poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
