@@ -1,0 +1,210 @@
+"""The dispatcher: which backend serves a call, why not a faster one, and errors before anything has changed."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from batch_norm_cases import DEVICE, EPS, KINDS
+
+from normmatters import precision
+from normmatters.functional import lp_batch_norm, lp_layer_norm
+from normmatters.kernels import dispatch
+from normmatters.kernels.triton import batch_norm as kernels
+
+X = torch.randn(6, 3, 4, device=DEVICE)
+
+# Which backend, and why ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("p", "k"), KINDS.values())
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_kernels_serve_every_kind_and_dtype(p, k, dtype):
+    assert dispatch.batch_norm_backend(X.to(dtype), p=p, k=k) == ("triton", "")
+    assert dispatch.batch_norm_backend(X.to(dtype), p=p, k=k, memory="lean") == ("triton", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name", "reason"),
+    [
+        ({"input": X.double()}, "hand-derived", "float16, bfloat16 and float32, the input is torch.float64"),
+        ({"input": X[:0]}, "hand-derived", "the input is empty"),
+        ({"input": X.to("meta")}, "hand-derived", "the input is on meta"),
+        ({"p": 1.5}, "hand-derived", "not for a general p"),
+        ({"p": math.inf, "k": 65}, "hand-derived", "k <= 64, got k=65"),
+        ({"training": False}, "plain", "in evaluation"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_reasons(arguments, name, reason):
+    backend = dispatch.batch_norm_backend(**{"input": X, **arguments})
+    assert backend.name == name
+    assert reason in backend.reason
+
+
+def test_too_many_groups(monkeypatch):
+    monkeypatch.setattr(kernels, "MAX_GROUPS", 0)
+    backend = dispatch.batch_norm_backend(X, p="range")
+    assert backend.name == "hand-derived"
+    assert "groups a channel are more than the 0" in backend.reason
+    assert dispatch.batch_norm_backend(X, p=1).name == "triton"  # has none
+
+
+def test_a_cpu_tensor_is_not_interpreted_unless_asked(monkeypatch):
+    monkeypatch.setattr(dispatch, "_INTERPRETED", False)
+    backend = dispatch.batch_norm_backend(X.cpu())
+    assert backend == ("hand-derived", "the input is on cpu, and the kernels run on CUDA devices")
+    assert dispatch.layer_norm_backend(X.cpu(), (4,)) == ("plain", backend.reason)
+
+
+def test_another_arithmetic_goes_before_everything():
+    with precision.arithmetic("fp16"):
+        assert dispatch.batch_norm_backend(X).name == "arithmetic"
+        assert dispatch.layer_norm_backend(X, (4,)).name == "arithmetic"
+    assert dispatch.batch_norm_backend(X).name == "triton"
+
+
+@pytest.mark.parametrize(
+    ("shape", "p", "k", "reason"),
+    [((4,), 3.0, None, "p = 1 and p = 2"), ((4,), math.inf, 2, "p = 1 and p = 2"), ((1 << 20,), 1, None, "features")],
+)
+def test_layer_norm_reasons(shape, p, k, reason):
+    x = torch.zeros(1, device=DEVICE).expand(2, *shape)
+    backend = dispatch.layer_norm_backend(x, shape, p=p, k=k)
+    assert backend.name == "plain"
+    assert reason in backend.reason
+
+
+@pytest.mark.parametrize(("setting", "name"), [("0", "hand-derived"), ("interpret", "triton"), ("1", "hand-derived")])
+def test_environment(setting, name):
+    """NORMMATTERS_KERNELS is read once; only "interpret" sends a CPU tensor to the kernels."""
+    code = "import torch; from normmatters.kernels import dispatch as d; print(*d.batch_norm_backend(torch.ones(2, 3)))"
+    environment = os.environ | {"NORMMATTERS_KERNELS": setting, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout.split()[0] == name
+    assert ("NORMMATTERS_KERNELS=0" in done.stdout) == (setting == "0")
+
+
+def test_triton_that_is_missing_is_said(monkeypatch):
+    monkeypatch.delenv("NORMMATTERS_KERNELS", raising=False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert dispatch._find_triton() == "triton is not installed"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
+def test_a_fall_back_on_a_gpu_is_logged_once(caplog):
+    dispatch._log_once.cache_clear()
+    with caplog.at_level(logging.INFO, logger="normmatters.kernels"):
+        for _ in range(3):
+            dispatch.batch_norm(X, None, None, None, None, True, 0.1, EPS, p=1.5)
+            dispatch.batch_norm(X, None, None, None, None, True, 0.1, EPS, p=1)
+    assert [record.message for record in caplog.records] == [
+        "batch norm falls back to hand-derived: "
+        "there are kernels for p = 1, 2, inf, Top(k), range and mean-only, not for a general p"
+    ]
+
+
+# What falls back is right all the same -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("p", "k"), [(1.5, None), (math.inf, 66)])
+def test_fall_back_computes_the_equation(p, k):
+    x = torch.randn(70, 3, device=DEVICE)
+    y = dispatch.batch_norm(x, None, None, None, None, True, 0.1, EPS, p=p, k=k)
+    expected = lp_batch_norm(x.double(), training=True, eps=EPS, p=p, k=k)
+    torch.testing.assert_close(y.double(), expected, rtol=0, atol=1e-5)
+
+
+def test_empty_batch():
+    mean, var = torch.ones(3, device=DEVICE), torch.ones(3, device=DEVICE)
+    x = X[:0].clone().requires_grad_()
+    y = dispatch.batch_norm(x, mean, var, None, None, True, 0.1, EPS)
+    y.sum().backward()
+    assert y.shape == (0, 3, 4)
+    assert x.grad is not None
+    assert (mean == 1).all()
+    assert (var == 1).all()
+
+
+def test_evaluation_uses_the_running_statistics():
+    mean, var = torch.randn(3, device=DEVICE), torch.rand(3, device=DEVICE) + 0.5
+    y = dispatch.batch_norm(X, mean, var, None, None, False, 0.1, EPS)
+    expected = torch.nn.functional.batch_norm(X, mean, var, training=False, eps=EPS)
+    torch.testing.assert_close(y, expected)
+
+
+def norm(x: Tensor) -> Tensor:
+    return dispatch.batch_norm(x, None, None, None, None, True, 0.1, EPS, p=1)
+
+
+def test_function_transforms_take_the_equation():
+    tangent = torch.randn_like(X)
+    _, ours = torch.func.jvp(norm, (X,), (tangent,))
+    _, expected = torch.func.jvp(lambda x: lp_batch_norm(x, training=True, eps=EPS), (X,), (tangent,))
+    torch.testing.assert_close(ours, expected)
+    stacked = torch.stack([X, 2 * X - 1])
+    torch.testing.assert_close(torch.func.vmap(norm)(stacked), torch.stack([norm(x) for x in stacked]))
+    weights = torch.randn_like(X)
+    gradient = torch.func.grad(lambda x: (norm(x) * weights).sum())(X)
+    x = X.clone().requires_grad_()
+    norm(x).backward(weights)
+    torch.testing.assert_close(gradient, x.grad, rtol=0, atol=1e-5)
+
+
+def test_layer_and_rms_norm_agree_with_the_equation():
+    weight = torch.rand(4, device=DEVICE)
+    y = dispatch.layer_norm(X, (4,), weight, None, 1e-3)
+    torch.testing.assert_close(y, lp_layer_norm(X, (4,), weight, None, 1e-3), rtol=0, atol=1e-5)
+    assert dispatch.layer_norm_backend(X, (4,)) == ("triton", "")
+    y = dispatch.rms_norm(X, (4,), weight, None, p=2)
+    expected = torch.nn.functional.rms_norm(X, (4,), weight)
+    torch.testing.assert_close(y, expected, rtol=0, atol=1e-5)
+
+
+# Errors, before anything has changed ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"memory": "small"}, ValueError, "memory must be 'exact' or 'lean', got 'small'"),
+        ({"act": "gelu"}, ValueError, "act must be None or 'relu', got 'gelu'"),
+        ({"p": 0.5}, ValueError, "p"),
+        ({"p": "l1"}, ValueError, "p"),
+        ({"p": 1, "k": 3}, ValueError, "k"),
+        ({"p": math.inf, "k": 25}, ValueError, r"Top\(k\) needs k <= the 24 values"),
+        ({"constant": "gauss"}, ValueError, "constant"),
+        ({"constant": -1.0}, ValueError, "constant"),
+        ({"eps": -1e-5}, ValueError, "eps must not be negative"),
+        ({"p": "mean"}, ValueError, "weight must be None"),
+        ({"weight": torch.ones(4, device=DEVICE)}, ValueError, r"weight must have shape \(3,\).*got \(4,\)"),
+        ({"bias": torch.ones(1, 3, device=DEVICE)}, ValueError, r"bias must have shape \(3,\)"),
+        ({"residual": X[:3]}, ValueError, "residual must have the input's shape"),
+        ({"residual": X.to("meta")}, ValueError, "must be on the input's device .* got one on meta"),
+        ({"weight": torch.ones(3, device="meta")}, ValueError, "must be on the input's device .* got one on meta"),
+        ({"input": X.long()}, TypeError, "floating-point dtype, got torch.int64"),
+        ({"input": X[0, :, 0]}, ValueError, "a batch and a channel dimension"),
+        ({"input": X[0, :, 0], "p": "range"}, ValueError, "a batch and a channel dimension"),
+        ({"input": X[:1, :, :1]}, ValueError, "more than 1 value per channel"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_errors_come_before_any_change(arguments, error, message):
+    mean, var = torch.zeros(3, device=DEVICE), torch.ones(3, device=DEVICE)
+    call = {"input": X, "weight": torch.ones(3, device=DEVICE), "bias": None, "eps": EPS, **arguments}
+    with pytest.raises(error, match=message):
+        dispatch.batch_norm(running_mean=mean, running_var=var, training=True, momentum=0.1, **call)
+    assert (mean == 0).all()
+    assert (var == 1).all()
