@@ -49,7 +49,7 @@ Sets = Annotated[
     list[str] | None,
     typer.Option("--set", "-s", metavar="KEY=VALUE", help="Change a setting, such as optim.lr=0.05. May be repeated."),
 ]
-_DEFAULT_SEEDS = {"quick": 3, "cifar": 3, "full": 1}
+_DEFAULT_SEEDS = {"quick": 2, "cifar": 3, "full": 1}
 
 
 def main() -> None:

@@ -354,8 +354,8 @@ def finalize_kernel(
     if KIND == L1:
         deviation = (second - delta * (2.0 * third - n)) / n
         if PILOT_IS_SAMPLE:
-            deviation += GAUSSIAN_DENSITY * delta * delta / tl.maximum(deviation, 1e-30)
-            missed = mask & ~(tl.abs(delta) <= PILOT_TOLERANCE * deviation) & (second > 0)
+            deviation += delta * delta * GAUSSIAN_DENSITY / tl.maximum(deviation, 1e-30)
+            missed = mask & ~(tl.abs(delta) <= deviation * PILOT_TOLERANCE) & (second > 0)
             if tl.max(missed.to(tl.int32), axis=0) > 0:
                 if CONTIGUOUS:
                     exact = deviation_about(x_ptr, mean, channel, mask, rows, spatial, cols, BLOCK_E, BLOCK_C) / n
