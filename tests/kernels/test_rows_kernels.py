@@ -1,4 +1,4 @@
-"""The tables behind the multi-tensor kernels, and the rotation of rows: on a GPU, or through Triton's interpreter."""
+"""The tables behind the multi-tensor kernels, rotation and norms of rows: on a GPU, or through Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ pytest.importorskip("triton")
 
 from normmatters.kernels.triton import rows
 from normmatters.kernels.triton.rotate_rows import rotate_rows_
+from normmatters.kernels.triton.row_norms import row_norms_
+from normmatters.optim import NormRecorder, angular_update, channel_norms, multi_tensor
 from normmatters.optim.multi_tensor import rotate_channel_
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -108,3 +110,123 @@ def test_a_graph_keeps_its_own_addresses():
         graph.replay()
         for w, reference in zip(weights, expected):
             assert torch.equal(w, reference)
+
+
+def check_norms(before: list[Tensor], after: list[Tensor], relative: float = 1e-6, absolute: float = 0.0) -> None:
+    """Norms and angles of the kernel against float64; and `previous` becomes the weights."""
+    previous = [b.clone() for b in before]
+    outputs = [[torch.full((w.shape[0],), 7.0, device=DEVICE) for w in after] for _ in range(3)]
+    norms, tangents, alone = outputs
+    row_norms_(after, norms, previous, tangents)
+    row_norms_(after, alone)
+    for b, w, kept, norm, tangent, same in zip(before, after, previous, norms, tangents, alone):
+        assert torch.equal(kept, w)
+        assert torch.equal(norm, same)
+        torch.testing.assert_close(norm.double(), channel_norms(w.double()), rtol=1e-6, atol=0)
+        angle = angular_update(b.double(), w.double())
+        ours = 2 * tangent.double().atan()
+        torch.testing.assert_close(ours, angle, rtol=relative, atol=absolute, equal_nan=True)
+
+
+@pytest.mark.parametrize("step", [1.0, 1e-2, 1e-4, 1e-6])
+def test_norms_and_angles_are_those_of_float64(step):
+    """However small the step is: the arc cosine of float32 has no digit left at 1e-4."""
+    before = matrices(SHAPES[1:])
+    after = [b + step * torch.randn_like(b) for b in before]
+    before[2][0] = after[2][0]  # did not move
+    check_norms(before, after, relative=2e-6)
+
+
+def test_angles_of_rows_that_grow_and_of_odd_rows():
+    before = matrices(SHAPES[1:])
+    after = [2.5 * b + 1e-3 * torch.randn_like(b) for b in before]
+    before[2][0], before[3][0] = 0, 0  # no direction
+    after[2][1], after[3][0] = 0, 0
+    after[4][1] = -before[4][1]  # opposite
+    after[5][1] = 1e-3 * torch.randn_like(before[5][1]) - before[5][1]
+    # The difference is rounded relative to the row, not to the angle.
+    check_norms(before, after, relative=2e-6, absolute=1e-7)
+    tangents = [torch.zeros(w.shape[0], device=DEVICE) for w in after]
+    row_norms_(after, [t.clone() for t in tangents], before, tangents)
+    assert tangents[2][:2].isnan().all()
+    assert tangents[2][2:].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_norms_of_half_precision_weights(dtype):
+    before = [b.to(dtype) for b in matrices(SHAPES[1:])]
+    check_norms(before, [(b + 0.1 * torch.randn_like(b)).to(dtype) for b in before], relative=2e-6)
+
+
+def test_norms_of_unaligned_weights():
+    flat = torch.randn(2, 81, device=DEVICE)
+    before, after = ([flat[i, 1:].view(10, 8)] for i in range(2))
+    check_norms(before, after)
+
+
+def test_the_recorder_records_the_same_through_the_kernel(monkeypatch):
+    """Beside weights that the kernel does not take: along dimension 1, whole, and of another dtype."""
+    recordings = []
+    launches = []
+    monkeypatch.setattr(multi_tensor, "_LAUNCH_ON", (DEVICE,))
+    real = multi_tensor.ChannelMeter._launch
+    monkeypatch.setattr(
+        multi_tensor.ChannelMeter, "_launch", lambda self, members: (launches.append(members), real(self, members))
+    )
+    for kernel in (True, False):
+        monkeypatch.setattr(multi_tensor, "_HAS_TRITON", kernel)
+        torch.manual_seed(0)
+        dims = {"conv": 0, "transposed": 1, "whole": None, "half": 0, "vector": 0}
+        weights = dict(zip(dims, matrices([(5, 3, 3, 3), (4, 6, 2, 2), (3, 7), (4, 9), (11,)])))
+        weights["half"] = weights["half"].bfloat16()
+        recorder = NormRecorder(weights, dims=dims)
+        for _ in range(3):
+            for w in weights.values():
+                w += 0.01 * torch.randn_like(w)
+            recorder.step()
+        recordings.append(recorder.recording())
+    assert launches == [[0, 4], [3]] * 4
+    ours, plain = recordings
+    for name in plain.names:
+        torch.testing.assert_close(ours.norms[name], plain.norms[name], rtol=1e-6, atol=0)
+        # The plain path knows the difference of two norms to float32 only.
+        torch.testing.assert_close(ours.angles[name], plain.angles[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_the_recorder_in_a_graph_through_the_kernel_and_plain(monkeypatch):
+    shapes = [(64, 3, 7, 7), (256, 64, 1, 1), (512, 512, 3, 3)]
+    runs = []
+    for captured, kernel in ((False, True), (True, True), (False, False)):
+        monkeypatch.setattr(multi_tensor, "_HAS_TRITON", kernel)
+        torch.manual_seed(0)
+        weights = {n: torch.nn.Parameter(w) for n, w in zip("abc", matrices(shapes))}
+        for w in weights.values():
+            w.grad = torch.zeros_like(w)
+        optimizer = torch.optim.SGD(weights.values(), lr=0.1)
+        recorder = NormRecorder(weights, optimizer, capacity=16)
+        step = optimizer.step
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            step()
+        torch.cuda.current_stream().wait_stream(stream)
+        if captured:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                step()
+            step = graph.replay
+        for _ in range(5):
+            for w in weights.values():
+                w.grad.normal_(std=1e-2)
+            step()
+        runs.append(recorder.recording())
+    eager, replayed, plain = runs
+    assert len(eager.steps) == len(replayed.steps) == len(plain.steps) == 7
+    for name in eager.names:
+        assert torch.equal(eager.norms[name], replayed.norms[name])
+        assert torch.equal(eager.angles[name], replayed.angles[name])
+        assert (eager.angles[name][1:] > 0).all()
+        torch.testing.assert_close(eager.norms[name], plain.norms[name], rtol=1e-6, atol=0)
+        torch.testing.assert_close(eager.angles[name], plain.angles[name], rtol=1e-3, atol=1e-6)

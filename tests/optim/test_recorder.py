@@ -204,6 +204,33 @@ def test_module_without_optimizer_and_transposed_convolutions() -> None:
         recording.angle("0.weight")
 
 
+def test_a_channel_of_norm_zero_has_no_angle_and_spoils_no_layer() -> None:
+    weights = {"w": torch.tensor([[3.0, 4.0], [0.0, 0.0]], dtype=torch.float64)}
+    recorder = NormRecorder(weights)
+    weights["w"][0] = torch.tensor([4.0, 3.0])
+    recorder.step()
+    recording = recorder.recording()
+    turned = angular_update(torch.tensor([[3.0, 4.0]]).double(), torch.tensor([[4.0, 3.0]]).double())
+    torch.testing.assert_close(
+        recording.angles["w"][0], torch.cat([turned, turned.new_full((1,), torch.nan)]), equal_nan=True
+    )
+    torch.testing.assert_close(recording.angle("w", layer=True), turned)
+    assert [curve.item() for tag, _, curve in recording._curves() if tag == "angle"] == pytest.approx(turned.tolist())
+
+
+def test_a_state_does_not_change_while_the_run_goes_on() -> None:
+    weights = {"w": torch.randn(3, 4)}
+    recorder = NormRecorder(weights, capacity=8)
+    state = recorder.state_dict()
+    saved = [state["rows"].clone(), *(p.clone() for p in state["previous"])]
+    weights["w"].mul_(2)
+    recorder.step()
+    recorder.load_state_dict(state)
+    recorder.step()
+    assert all(torch.equal(a, b) for a, b in zip(saved, [state["rows"], *state["previous"]]))
+    torch.testing.assert_close(recorder.recording().norms["w"][1], 2 * saved[0][0, :3])
+
+
 def test_skipped_amp_steps_are_not_recorded() -> None:
     model = convnet(torch.float32)
     optimizer = sgd(model)

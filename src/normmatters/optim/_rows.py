@@ -80,15 +80,21 @@ def effective_step_size(w: Tensor, lr: float | Tensor, dim: int | None = 0, *, e
     return lr / channel_norms(w.detach(), dim) ** exponent
 
 
-def triangle_angle(a: Tensor, b: Tensor, d: Tensor) -> Tensor:
-    """Angle between two vectors from their lengths `a`, `b` and distance `d`.
+def half_angle_tangent(a: Tensor, b: Tensor, d: Tensor) -> Tensor:
+    """tan(θ/2) of the angle θ between two vectors from their lengths `a`, `b` and distance `d`; nan where one is 0.
 
     tan²(θ/2) = (d² − (a−b)²)/((a+b)² − d²). Factored, it keeps its digits at the tiny angles of one training step,
     where the arc cosine of a dot product in float32 returns noise; a and b must be of nearly one size for that.
     """
-    opposite = ((d - (a - b)) * (d + (a - b))).clamp(min=0).sqrt()
-    adjacent = ((a + b - d) * (a + b + d)).clamp(min=0).sqrt()
-    return 2 * torch.atan2(opposite, adjacent)
+    difference, total = a - b, a + b
+    opposite = ((d - difference) * (d + difference)).clamp_(min=0)
+    adjacent = ((total - d) * (total + d)).clamp_(min=0)
+    return (opposite / adjacent).sqrt_()
+
+
+def triangle_angle(a: Tensor, b: Tensor, d: Tensor) -> Tensor:
+    """Angle between two vectors from their lengths `a`, `b` and distance `d`; see `half_angle_tangent`."""
+    return 2 * half_angle_tangent(a, b, d).atan()
 
 
 def angular_update(before: Tensor, after: Tensor, dim: int | None = 0) -> Tensor:

@@ -1,6 +1,7 @@
-"""Row arithmetic over lists of weights: the one place where the angular optimizers touch the numbers.
+"""Row arithmetic over lists of weights: the one place where optimizers and the recorder touch the numbers.
 
-`rotate_channels_` is the boundary: plain PyTorch for any tensor, one Triton launch for all float32 weights on a GPU.
+`rotate_channels_` and `ChannelMeter` are the boundary: plain PyTorch for any tensor, one Triton launch for all weights
+on a GPU whose channels are rows.
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from normmatters.optim._rows import _reduced, _work_dtype
+from normmatters.optim._rows import Channels, _reduced, _work_dtype, channel_norms, half_angle_tangent
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
+_LAUNCH_ON = ("cuda",)  # devices whose weights go to the kernels, where Triton is installed
+_ROW_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_LONGEST_ROW = 2**16  # one program goes along a whole row; a longer one is better off with many
 
 
 def rotate_channel_(
@@ -69,7 +73,13 @@ def rotate_channels_(
     """
     by_device: dict[torch.device, list[int]] = {}
     for i, weight in enumerate(weights):
-        if dim == 0 and weight.is_cuda and _HAS_TRITON and _one_layout(weight, directions[i], grads[i]):
+        if (
+            dim == 0
+            and _HAS_TRITON
+            and weight.device.type in _LAUNCH_ON
+            and weight.dtype == torch.float32
+            and _one_layout(weight, directions[i], grads[i])
+        ):
             by_device.setdefault(weight.device, []).append(i)
         else:
             rotate_channel_(weight, directions[i], grads[i], norms[i], angle, dim)
@@ -96,18 +106,106 @@ def rotate_rows_triton_(
         theta.copy_(angle)
     else:
         theta.fill_(angle)
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+    with _current(device):
         rotate_rows_(weights, directions, grads, norms, theta)
 
 
-def _one_layout(weight: Tensor, direction: Tensor, grad: Tensor) -> bool:
-    """Whether all three are float32, strided alike, and each slice along dimension 0 fills one stretch of memory."""
-    if not (weight.dtype == direction.dtype == grad.dtype == torch.float32) or weight.numel() == 0:
+class ChannelMeter:
+    """Norm of every channel of many weights, and how far it turned since the last reading: one row of numbers.
+
+    Attributes:
+        row: `[total]` norms, with ``angle`` followed by `[total]` tangents of half the angle, tan(θ/2); their arc
+            tangent is for whoever looks at them.
+        previous: with ``angle`` the weights of the last reading; empty before `start`.
+    """
+
+    def __init__(self, channels: Channels, angle: bool) -> None:
+        total = channels.total
+        self.row = torch.zeros(total * (2 if angle else 1), dtype=channels.dtype, device=channels.device)
+        self.previous: list[Tensor] = []
+        self._channels, self._angle = channels, angle
+        self._places: list[Any] = []
+        self._launches: dict[torch.dtype, list[int]] = {}
+        self._plain: list[int] = []
+        self._norms = self.row[:total].split(channels.sizes)
+        self._tangents = self.row[total:].split(channels.sizes) if angle else ()
+        self._distance = channels.new_row() if angle else self.row
+        self._distances = self._distance.split(channels.sizes) if angle else ()
+
+    def start(self) -> None:
+        """Take the weights of now as those of the last reading."""
+        if self._angle:
+            self.previous = [w.detach().clone() for w in self._channels.weights]
+        self._places = []
+
+    @torch.no_grad()
+    def read_(self) -> Tensor:
+        """Measure all channels; returns `row`, which the next reading overwrites. No host sync."""
+        # A model may be moved or change its memory format; asking is cheaper than planning anew every time.
+        places = [(w.data_ptr(), w.stride(), w.dtype) for w in self._channels.weights]
+        if places != self._places:
+            self._places, self._launches, self._plain = places, {}, []
+            for i, weight in enumerate(self._channels.weights):
+                if self._takes_rows(i, weight):
+                    self._launches.setdefault(weight.dtype, []).append(i)
+                else:
+                    self._plain.append(i)
+        if self._plain:
+            self._read_plain(self._plain)
+        for members in self._launches.values():
+            self._launch(members)
+        return self.row
+
+    def _takes_rows(self, i: int, weight: Tensor) -> bool:
+        """Whether the kernel reads this weight."""
+        return (
+            _HAS_TRITON
+            and weight.device.type in _LAUNCH_ON
+            and self._channels.dims[i] == 0
+            and weight.dtype in _ROW_DTYPES
+            and weight.device == self.row.device
+            and self.row.dtype == torch.float32
+            and weight.numel() <= _LONGEST_ROW * weight.shape[0]
+            and _one_layout(weight, *self.previous[i : i + 1])
+        )
+
+    def _launch(self, members: list[int]) -> None:
+        from normmatters.kernels.triton.row_norms import row_norms_  # triton is there only where GPUs are
+
+        lists = [self._channels.weights, self._norms, *((self.previous, self._tangents) if self._angle else ())]
+        with _current(self.row.device):
+            row_norms_(*([xs[i] for i in members] for xs in lists))
+
+    def _read_plain(self, members: list[int]) -> None:
+        weights, dims = self._channels.weights, self._channels.dims
+        if not self._angle:
+            for i in members:
+                channel_norms(weights[i], dims[i], out=self._norms[i])
+            return
+        now, before = [weights[i] for i in members], [self.previous[i] for i in members]
+        total = self._channels.total
+        old = self.row[:total].clone()
+        torch._foreach_sub_(before, now)
+        for i in members:
+            channel_norms(self.previous[i], dims[i], out=self._distances[i])
+            channel_norms(weights[i], dims[i], out=self._norms[i])
+        torch._foreach_copy_(before, now)
+        # On the whole row, in few operations; what the kernel measures is written over by it.
+        self.row[total:] = half_angle_tangent(old, self.row[:total], self._distance)
+
+
+def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def _one_layout(weight: Tensor, *others: Tensor) -> bool:
+    """Whether all are of one dtype, strided alike, and each slice along dimension 0 fills one stretch of memory."""
+    if weight.numel() == 0 or any(x.dtype != weight.dtype for x in others):
         return False
-    if weight.is_contiguous() and direction.is_contiguous() and grad.is_contiguous():
+    if weight.is_contiguous() and all(x.is_contiguous() for x in others):
         return True
     strides = weight.stride()
-    if not (strides == direction.stride() == grad.stride()):
+    if any(x.stride() != strides for x in others):
         return False
     # Any order inside the slice will do: a channels_last weight is dense in this sense.
     extent = 1 + sum((n - 1) * s for n, s in zip(weight.shape[1:], strides[1:]))

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from normmatters.optim._rows import Channels, Named, TestedChannels, resolve, triangle_angle
+from normmatters.optim._rows import Channels, Named, TestedChannels, resolve
+from normmatters.optim.multi_tensor import ChannelMeter
 from normmatters.optim.recording import Recording, layout_signature
 
 __all__ = ["NormRecorder"]
@@ -49,7 +50,7 @@ class _History:
             rows = int(self._next)
             if rows > self.capacity:
                 raise ValueError(f"{rows} rows were recorded, capacity={self.capacity} was reserved for them")
-            return self._chunk[:rows].cpu()
+            return self._chunk[:rows].to("cpu", copy=True)
         last = self._chunk[: self._used].cpu()  # on a GPU this also waits for the copies before it
         return torch.cat([*self._full, last])
 
@@ -69,9 +70,9 @@ class _History:
 class NormRecorder:
     """Record the norm of every channel, its angular update and its learning rate, step by step or epoch by epoch.
 
-    Everything stays on the device and waits for nothing: per weight one norm kernel (two with angles), a handful of
-    multi-tensor kernels besides. Given an optimizer it records by itself after each `optimizer.step()`; a step that
-    AMP's `GradScaler` skips is no step and is not recorded.
+    Everything stays on the device and waits for nothing. On a GPU one launch measures all weights and one copy keeps
+    the result; elsewhere it is one norm a weight (two with angles). Given an optimizer it records by itself after each
+    `optimizer.step()`; a step that AMP's `GradScaler` skips is no step and is not recorded.
 
     Args:
         weights: the result of `scale_invariant_parameters`, a module (all weights of two or more dimensions), a mapping
@@ -128,14 +129,11 @@ class NormRecorder:
     def reset(self) -> None:
         """Forget all rows and begin again at step 0."""
         channels = self._channels
-        width = channels.total * (2 if self._angle else 1)
-        self._rows = _History(width, channels.dtype, channels.device, self._capacity)
+        self._meter = ChannelMeter(channels, self._angle)
+        self._rows = _History(len(self._meter.row), channels.dtype, channels.device, self._capacity)
         self._settings = _History(2 * len(self._used_groups), torch.float64, channels.device, self._capacity)
-        self._row = torch.zeros(width, dtype=channels.dtype, device=channels.device)
-        self._distance = channels.new_row()
         self._setting = torch.zeros(2 * len(self._used_groups), dtype=torch.float64, device=channels.device)
         self._written: list[float] | None = None
-        self._previous = [w.detach().clone() for w in channels.weights] if self._angle else []
         self._steps, self._row_steps, self._epoch_ends = 0, list[int](), list[int]()
 
     def remove(self) -> None:
@@ -171,21 +169,9 @@ class NormRecorder:
 
     @torch.no_grad()
     def _record(self) -> None:
-        channels, weights = self._channels, [w.detach() for w in self._channels.weights]
-        total = channels.total
-        if not self._angle:
-            channels.norms_(self._row)
-        elif not self._row_steps:
-            torch._foreach_copy_(self._previous, weights)
-            channels.norms_(self._row[:total])
-        else:
-            before = self._row[:total].clone()
-            torch._foreach_sub_(self._previous, weights)
-            channels.norms_(self._distance, self._previous)
-            channels.norms_(self._row[:total])
-            self._row[total:] = triangle_angle(before, self._row[:total], self._distance)
-            torch._foreach_copy_(self._previous, weights)
-        self._rows.append(self._row)
+        if not self._row_steps:
+            self._meter.start()
+        self._rows.append(self._meter.read_())
         self._read_settings()
         self._settings.append(self._setting)
         self._row_steps.append(self._steps)
@@ -207,10 +193,11 @@ class NormRecorder:
         if not len(rows):
             raise ValueError("nothing was recorded yet: no step was taken")
         channels, count = self._channels, len(self._used_groups)
+        angles = 2 * rows[1:, channels.total :].atan()  # the device keeps tan(θ/2)
         steps = range(len(rows)) if self._capacity is not None else self._row_steps
         return Recording(
             norms={n: t.clone() for n, t in channels.split(rows[:, : channels.total]).items()},
-            angles={n: t.clone() for n, t in channels.split(rows[1:, channels.total :]).items()} if self._angle else {},
+            angles={n: t.clone() for n, t in channels.split(angles).items()} if self._angle else {},
             steps=torch.tensor(list(steps)),
             lr=settings[:, :count].clone(),
             weight_decay=settings[:, count:].clone(),
@@ -238,7 +225,7 @@ class NormRecorder:
             "interval": self._interval,
             "rows": self._rows.stack(),
             "settings": self._settings.stack(),
-            "previous": [p.cpu() for p in self._previous] if self._row_steps else [],
+            "previous": [p.to("cpu", copy=True) for p in self._meter.previous],
             "steps": self._steps,
             "row_steps": list(self._row_steps),
             "epoch_ends": list(self._epoch_ends),
@@ -259,9 +246,10 @@ class NormRecorder:
         self._rows.load(state["rows"])
         self._settings.load(state["settings"])
         if len(state["rows"]):
-            self._row.copy_(state["rows"][-1])
+            self._meter.start()
+            self._meter.row.copy_(state["rows"][-1])
             self._setting.copy_(state["settings"][-1])
-        for previous, saved in zip(self._previous, state["previous"]):
+        for previous, saved in zip(self._meter.previous, state["previous"]):
             previous.copy_(saved)
         self._steps, self._row_steps = state["steps"], list(state["row_steps"])
         self._epoch_ends = list(state["epoch_ends"])

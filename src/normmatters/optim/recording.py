@@ -28,7 +28,8 @@ class Recording:
 
     Attributes:
         norms: name → `[R, channels]`.
-        angles: name → `[R-1, channels]`, the angle in radians from row r to row r+1; empty if it was not recorded.
+        angles: name → `[R-1, channels]`, the angle in radians from row r to row r+1, nan where a norm is 0; empty
+            if it was not recorded.
         steps: `[R]` int64, optimizer steps taken before each row.
         lr: `[R-1, groups]` float64, learning rate of the step that led to row r+1; `[R-1, 0]` without an optimizer.
         weight_decay: `[R-1, groups]` float64.
@@ -123,7 +124,9 @@ class Recording:
         norms = self.norms[name].double()
         a, b = norms[:-1], norms[1:]
         # The distance of two channels from their lengths and angle, without the cancellation of the cosine rule.
-        squared = (a - b) ** 2 + 4 * a * b * torch.sin(angles.double() / 2) ** 2
+        # A channel of norm 0 has no angle (nan), and its distance needs none.
+        turned = torch.where(a * b == 0, 0.0, 4 * a * b * torch.sin(angles.double() / 2) ** 2)
+        squared = (a - b) ** 2 + turned
         return triangle_angle(a.norm(dim=1), b.norm(dim=1), squared.sum(1).sqrt())
 
     def at_epochs(self, name: str) -> Tensor:
@@ -299,7 +302,7 @@ class Recording:
         if self.lr.shape[1]:
             curves += [("effective_step_size", n, self.effective_step_size(n).median(1).values) for n in self.names]
         if self.angles:
-            curves += [("angle", n, self.angles[n].median(1).values) for n in self.names]
+            curves += [("angle", n, self.angles[n].nanmedian(1).values) for n in self.names]
         return curves
 
 
