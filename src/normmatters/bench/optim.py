@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import MultiStepLR
 
+from normmatters.bench import timing
 from normmatters.optim import (
     Angular,
     AngularSGD,
@@ -124,6 +125,7 @@ def measure(build: Build, shapes: dict[str, tuple[int, ...]], device: str, graph
     cuda = torch.device(device).type == "cuda"
     if graph:
         step = _capture(step)
+    timing.wake(torch.device(device))  # it idled while the CPU checked
     for _ in range(3):
         step()
     seconds = []
@@ -229,8 +231,9 @@ def _recorder(named: Named, graph: bool) -> tuple[Optimizer, Callable[[], Any]]:
 OPTIMIZERS: dict[str, tuple[Build, bool]] = {
     "SGD(foreach=True)": (_plain(lambda named, graph: _sgd(named)), True),
     "SGD(fused=True)": (_plain(lambda named, graph: _sgd(named, foreach=None, fused=True)), True),
+    # By default fused on a GPU, and in a graph, where α must live on the device, foreach.
     "WeightDecayFreeSGD": (_plain(_free_sgd), True),
-    "WeightDecayFreeSGD(fused=True)": (_plain(lambda named, graph: _free_sgd(named, False, fused=True)), False),
+    "WeightDecayFreeSGD(foreach=True)": (_plain(lambda named, graph: _free_sgd(named, graph, foreach=True)), False),
     "AngularSGD": (
         _plain(
             lambda named, graph: AngularSGD(_groups(named, angular=False), LR, MOMENTUM, WEIGHT_DECAY, capturable=graph)
