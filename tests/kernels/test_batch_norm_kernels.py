@@ -232,7 +232,7 @@ def test_pilot_that_misses(kind, layout, monkeypatch, fresh_plans):
         [(0, 0, 0), (15, 7, 9), (3, 0, 4), (8, 5, 5), (12, 2, 1), (0, 3, 3)]
     ):
         x[image, channel, row, column] = (-1) ** channel * 1e5
-    check(x, kind, **affine(kind, 6), pilot_misses=True)
+    check(x, kind, **affine(kind, 6), pilot=0.0)
 
 
 # Arguments -----------------------------------------------------------------------------------------------------------
