@@ -410,3 +410,33 @@ def test_cuda_graph_replays_the_same_steps(make):
         optimizers[1].step()
     for p, q in zip(nets[0].parameters(), nets[1].parameters()):
         torch.testing.assert_close(p, q)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_the_default_on_a_gpu_is_fused_and_gives_the_same_steps(momentum, memory_format, monkeypatch):
+    calls = []
+    real = torch._fused_sgd_
+    monkeypatch.setattr(torch, "_fused_sgd_", lambda *args, **kwargs: (calls.append(args), real(*args, **kwargs)))
+    nets = []
+    for options in ({}, {"foreach": True}):
+        torch.manual_seed(1)
+        net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 5, 1)).double().cuda().to(memory_format=memory_format)
+        optimizer = WeightDecayFreeSGD(
+            [{"params": [net[0].weight, net[1].weight]}, {"params": [net[0].bias], "weight_decay_free": False}],
+            lr=0.1,
+            momentum=momentum,
+            weight_decay=5e-3 if momentum else 0.1,
+            check_invariance=False,
+            **options,
+        )
+        for _ in range(50):
+            net(torch.randn(2, 3, 6, 6, dtype=torch.float64, device="cuda")).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        nets.append(net)
+    assert len(calls) == 100
+    for p, q in zip(*(net.parameters() for net in nets)):
+        assert (p - q).abs().max() < EXACT
