@@ -39,21 +39,18 @@ def process_group(config: RunConfig) -> tuple[torch.device, Shard]:
 @contextlib.contextmanager
 def settings(config: RunConfig, device: torch.device) -> Iterator[None]:
     """Seeds, threads and torch's global switches for this run; the caller's are put back, so runs can follow runs."""
-    before = (
-        torch.get_num_threads(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.backends.cudnn.benchmark,
-        torch.get_float32_matmul_precision(),
-        torch.backends.cudnn.allow_tf32,
-        torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
-    )
+    cuda = device.type == "cuda"
+    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    matmul = torch.get_float32_matmul_precision()
+    cudnn = (torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32)
+    fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     states = checkpoint.random_state()
     random.seed(config.seed)
     np.random.seed(config.seed % (1 << 32))  # noqa: NPY002
     torch.manual_seed(config.seed)
     if config.runtime.threads is not None:
         torch.set_num_threads(config.runtime.threads)
-    if device.type == "cpu":
+    if not cuda:
         torch.use_deterministic_algorithms(config.runtime.deterministic)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a test's aid, slow
     else:
@@ -63,12 +60,12 @@ def settings(config: RunConfig, device: torch.device) -> Iterator[None]:
     try:
         yield
     finally:
-        torch.set_num_threads(before[0])
-        torch.use_deterministic_algorithms(before[1])
-        torch.backends.cudnn.benchmark = before[2]
-        torch.set_float32_matmul_precision(before[3])
-        torch.backends.cudnn.allow_tf32 = before[4]
-        torch.utils.deterministic.fill_uninitialized_memory = before[5]  # type: ignore[attr-defined]
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(deterministic)
+        torch.set_float32_matmul_precision(matmul)
+        torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
+        if cuda:  # a CPU run leaves cuDNN's switches alone: a program may have locked them
+            torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32 = cudnn
         checkpoint.set_random_state(states)
 
 
