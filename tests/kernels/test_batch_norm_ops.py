@@ -15,7 +15,7 @@ from batch_norm_cases import DEVICE, EPS, KINDS, LAYOUTS, affine, check, fused, 
 
 from normmatters.functional import lp_batch_norm
 from normmatters.functional.statistic import scale_constant
-from normmatters.kernels import dispatch
+from normmatters.kernels import dispatch, ops  # noqa: F401 (registers the operators)
 from normmatters.nn.batchnorm import L1BatchNorm2d, MeanOnlyBatchNorm2d, TopKBatchNorm2d
 
 SHAPE = (5, 3, 2, 3)
