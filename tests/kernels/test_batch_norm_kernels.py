@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -24,6 +25,7 @@ from batch_norm_cases import (
     uses_pilot,
 )
 
+import tolerances
 from normmatters.functional import lp_batch_norm
 from normmatters.kernels import dispatch
 from normmatters.kernels.triton import batch_norm as kernels
@@ -158,6 +160,15 @@ def test_lean_in_half_precision_knows_when_the_output_hides_the_input(weight):
     check(x, "l1", **values, act="relu", memory="lean")
 
 
+@pytest.mark.parametrize("act", [None, "relu"])
+def test_lean_codes_are_right_on_average(act):
+    """A gradient of one sign adds up any bias of the codes."""
+    x = made((16, 3, 4, 4))
+    g = 1 + 0.1 * torch.randn_like(x)
+    parameters = {"weight": torch.ones(3, device=DEVICE), "bias": torch.full((3,), 0.5, device=DEVICE)}
+    check(x, "l1", **parameters, residual=torch.randn_like(x), act=act, memory="lean", g=g)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("kind", "memory"), [item for item in MEMORY if item[0] != "mean"])
 def test_constant_channels_offsets_and_outliers(kind, memory, layout, small_tiles):
@@ -224,6 +235,23 @@ def test_pilot(kind, memory, layout, monkeypatch, fresh_plans, poisoned_empty):
     x = made((16, 6, 8, 10), layout)
     assert uses_pilot(x)
     check(x, kind, **affine(kind, 6), act="relu", memory=memory)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_pilot_accounts_for_a_gaussians_density(layout, monkeypatch, fresh_plans):
+    """Without its second-order term the scale would be 1e-3 too small in the worst of these channels."""
+    monkeypatch.setattr(kernels, "PILOT_SAMPLES", 512)
+    x = made((12, 32, 32, 32), layout)
+    mean, var = torch.zeros(2, 32, device=DEVICE).unbind()
+    with torch.no_grad():
+        dispatch.batch_norm(x, mean, var, None, None, True, 1.0, EPS, p=1)
+    n = 12 * 32 * 32
+    values = by_channel(x)
+    scale = (values - values.mean(1, keepdim=True)).abs().mean(1) * math.sqrt(math.pi / 2)
+    error = (var.double() * (n - 1) / n).sqrt() / scale - 1
+    assert uses_pilot(x)
+    assert error.abs().max() <= tolerances.pilot(n)
+    assert error.mean().abs() <= tolerances.pilot(n) / 4
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
