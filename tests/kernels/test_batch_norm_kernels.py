@@ -254,6 +254,22 @@ def test_pilot_accounts_for_a_gaussians_density(monkeypatch, fresh_plans):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("full", [0.5, 0.05])
+def test_pilot_where_values_crowd_at_the_mean(full, layout, monkeypatch, fresh_plans):
+    """Sparse data: by first order alone the scale would be up to a tenth too small."""
+    x = made((8, 8, 40, 40), layout)
+    x *= torch.rand_like(x) < full
+    mean, var = torch.zeros(2, 8, device=DEVICE).unbind()
+    with torch.no_grad():
+        dispatch.batch_norm(x, mean, var, None, None, True, 1.0, EPS, p=1)
+    n = 8 * 40 * 40
+    values = by_channel(x)
+    scale = (values - values.mean(1, keepdim=True)).abs().mean(1) * math.sqrt(math.pi / 2)
+    assert uses_pilot(x)
+    assert ((var.double() * (n - 1) / n).sqrt() / scale - 1).abs().max() <= tolerances.PILOT_ANY
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", ["l1", "l2"])
 def test_pilot_that_misses(kind, layout, monkeypatch, fresh_plans):
     """One huge number: the pilot is far off whether it is in the sample or not, and the scale is exact all the same."""
