@@ -62,16 +62,8 @@ def _statistics(
     return statistics, x.new_empty((0, x.shape[1]), dtype=torch.int64) if index is None else index
 
 
-def _fake_statistics(
-    x: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    momentum: float,
-    eps: float,
-    kind: str,
-    k: int,
-    constant: float,
-) -> tuple[Tensor, Tensor]:
+def _fake_statistics(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    *_, kind, k, _ = arguments
     channels = x.shape[1]
     stats = x.new_empty((3, channels), dtype=torch.float32)
     return stats, x.new_empty((kernels.kept(kind, k), channels), dtype=torch.int64)
@@ -99,19 +91,9 @@ def _apply(
 
 
 def _fake_apply(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    statistics: Tensor,
-    index: Tensor,
-    kind: str,
-    k: int,
-    constant: float,
-    relu: bool,
-    lean: bool,
-    save: bool,
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
+    _, _, kind, _, _, relu, lean, save = arguments
     z = torch.empty_like(x, memory_format=memory_format(x))
     shape, bits, counts = kernels.saved_shapes(
         view_of(z), z.element_size(), kind, relu=relu, residual=residual is not None, lean=lean, save=save
@@ -120,29 +102,9 @@ def _fake_apply(
     return z, code, x.new_empty(counts, dtype=torch.int32)
 
 
-def _backward(
-    g: Tensor,
-    saved: Tensor,
-    code: Tensor,
-    count: Tensor,
-    statistics: Tensor,
-    index: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    kind: str,
-    k: int,
-    constant: float,
-    relu: bool,
-    residual: bool,
-    lean: bool,
-    need_dresidual: bool,
-    channels_last: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dx, dγ, dβ, and the residual's gradient (empty where it is g itself)."""
-    dx, dweight, dbias, dresidual = _gradients(
-        g, saved, code, count, statistics, index, weight, bias, kind, k, constant,
-        relu, residual, lean, need_dresidual, channels_last,
-    )  # fmt: skip
+def _backward(g: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """:func:`_gradients` as an operator, which has a tensor for every output: an empty one where there is none."""
+    dx, dweight, dbias, dresidual = _gradients(g, *arguments)
     return dx, dweight, dbias, g.new_empty(0) if dresidual is None else dresidual
 
 
@@ -171,24 +133,8 @@ def _gradients(
     )  # fmt: skip
 
 
-def _fake_backward(
-    g: Tensor,
-    saved: Tensor,
-    code: Tensor,
-    count: Tensor,
-    statistics: Tensor,
-    index: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    kind: str,
-    k: int,
-    constant: float,
-    relu: bool,
-    residual: bool,
-    lean: bool,
-    need_dresidual: bool,
-    channels_last: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _fake_backward(g: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *_, relu, _, _, need_dresidual, channels_last = arguments
     dx = torch.empty_like(g, memory_format=_format(g, channels_last))
     dweight = g.new_empty(g.shape[1], dtype=torch.float32)
     dresidual = torch.empty_like(dx) if need_dresidual and relu else g.new_empty(0)
