@@ -20,7 +20,6 @@ from normmatters.kernels.triton.layout import (
 )
 
 KINDS = {"l1": 0, "l2": 1, "linf": 2, "topk": 2, "range": 3, "mean": 4}
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 # Above these, ``select_kernel`` would need more registers or steps than it is worth.
 MAX_K = 64
@@ -174,7 +173,6 @@ def _statistics_plan(
             (*sizes, tiling.splits, per_channel, samples, min(view.n, BEND_SAMPLES), view.n),
             {
                 "KIND": number,
-                "CONTIGUOUS": contiguous,
                 "HAS_RUNNING": running is not None,
                 "PILOT_IS_SAMPLE": samples < view.n,
                 "PILOT_SPLITS": pilot_splits,

@@ -280,28 +280,13 @@ def add_entries(
 
 
 @triton.jit
-def deviation_about(x_ptr, mean, channel, mask, rows, spatial, cols, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr):
+def deviation_about(x_ptr, mean, channel, mask, spatial, cols, n, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr):
     """Σ|x−μ| of whole channels by one program: slow, and only for channels whose pilot missed."""
     total = tl.zeros((BLOCK_E, BLOCK_C), tl.float32)
-    base = x_ptr
-    for _ in range(rows):
-        for j0 in range(0, spatial, BLOCK_E):
-            j = j0 + tl.arange(0, BLOCK_E)
-            m = (j < spatial)[:, None] & mask[None, :]
-            x = tl.load(base + j[:, None] + (channel * spatial)[None, :], mask=m, other=0.0).to(tl.float32)
-            total += tl.where(m, tl.abs(x - mean[None, :]), 0.0)
-        base += cols
-    return tl.sum(total, axis=0)
-
-
-@triton.jit
-def deviation_down(x_ptr, mean, channel, mask, rows, cols, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr):
-    """The same where a channel is one column."""
-    total = tl.zeros((BLOCK_E, BLOCK_C), tl.float32)
-    for r0 in range(0, rows, BLOCK_E):
-        row = r0 + tl.arange(0, BLOCK_E)
-        m = (row < rows)[:, None] & mask[None, :]
-        offset = (row.to(tl.int64) * cols)[:, None] + channel[None, :]
+    for e0 in range(0, n, BLOCK_E):
+        place = (e0 + tl.arange(0, BLOCK_E)).to(tl.int64)
+        offset = (place // spatial * cols + place % spatial)[:, None] + (channel * spatial)[None, :]
+        m = (place < n)[:, None] & mask[None, :]
         x = tl.load(x_ptr + offset, mask=m, other=0.0).to(tl.float32)
         total += tl.where(m, tl.abs(x - mean[None, :]), 0.0)
     return tl.sum(total, axis=0)
@@ -345,7 +330,6 @@ def finalize_kernel(
     eps,
     unbias,
     KIND: tl.constexpr,
-    CONTIGUOUS: tl.constexpr,
     HAS_RUNNING: tl.constexpr,
     PILOT_IS_SAMPLE: tl.constexpr,
     PILOT_SPLITS: tl.constexpr,
@@ -373,10 +357,7 @@ def finalize_kernel(
             deviation += bend(x_ptr, shift, mean, channel, mask, spatial, cols, n, bend_samples, BLOCK_E, BLOCK_C)
             missed = mask & ~(tl.abs(delta) <= deviation * PILOT_TOLERANCE) & (second > 0)
             if tl.max(missed.to(tl.int32), axis=0) > 0:
-                if CONTIGUOUS:
-                    exact = deviation_about(x_ptr, mean, channel, mask, rows, spatial, cols, BLOCK_E, BLOCK_C) / n
-                else:
-                    exact = deviation_down(x_ptr, mean, channel, mask, rows, cols, BLOCK_E, BLOCK_C) / n
+                exact = deviation_about(x_ptr, mean, channel, mask, spatial, cols, n, BLOCK_E, BLOCK_C) / n
                 deviation = tl.where(missed, exact, deviation)
         scale = constant * deviation
     elif KIND == L2:
