@@ -49,6 +49,7 @@ from normmatters import functional
 from normmatters.functional.batch_norm import update_running_statistics
 from normmatters.functional.checks import check_batch_norm, check_layer_norm
 from normmatters.functional.statistic import Kind, compute_dtype, scale_constant, statistic_kind
+from normmatters.kernels.triton.layout import memory_format
 
 __all__ = ["Arithmetic", "active", "arithmetic", "batch_norm", "layer_norm", "rms_norm"]
 
@@ -194,7 +195,7 @@ def batch_norm(
         update_running_statistics(running_mean, running_var, mean.flatten(), squared, n, momentum, kind=kind)
     shape = input.shape
     y = y.reshape(shape[1], shape[0], *shape[2:]).transpose(0, 1)
-    return y.contiguous(memory_format=_memory_format(input))
+    return y.contiguous(memory_format=memory_format(input))
 
 
 @_eager
@@ -270,13 +271,6 @@ def _required() -> Arithmetic:
 def _running_scale(mean: Tensor, var: Tensor | None, rule: _Rule) -> tuple[Tensor, Tensor]:
     scale = torch.ones_like(mean) if var is None or rule.kind == "mean" else (var.float() + rule.eps).sqrt()
     return mean.float()[:, None], scale.float()[:, None]
-
-
-def _memory_format(x: Tensor) -> torch.memory_format:
-    for dims, layout in ((4, torch.channels_last), (5, torch.channels_last_3d)):
-        if x.dim() == dims and x.is_contiguous(memory_format=layout) and not x.is_contiguous():
-            return layout
-    return torch.contiguous_format
 
 
 # --- The arithmetic. Tensors are float32 that hold values of the rounded formats. ---
