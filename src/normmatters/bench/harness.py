@@ -130,6 +130,26 @@ def passes(ms: float, copy_bandwidth: float, tensor_bytes: int) -> float:
     return ms * 1e-3 * copy_bandwidth / tensor_bytes
 
 
+def measured(
+    setup: Setup, error: float, fwd: timing.Timing, bwd: timing.Timing, memory: timing.Memory, tensor_bytes: int
+) -> Row:
+    """What a row says of a layer that passed its check with ``error``: times, passes over memory, bytes."""
+    return {
+        "error": error,
+        "fwd_ms": fwd.ms,
+        "bwd_ms": bwd.ms,
+        "eager_fwd_ms": fwd.eager_ms,
+        "eager_bwd_ms": bwd.eager_ms,
+        "timed_by": fwd.by if fwd.by == bwd.by else f"{fwd.by}; {bwd.by}",
+        "fwd_passes": passes(fwd.ms, setup.copy_bandwidth, tensor_bytes),
+        "bwd_passes": passes(bwd.ms, setup.copy_bandwidth, tensor_bytes),
+        "saved_bytes": memory.saved,
+        "saved_share": memory.saved / tensor_bytes,
+        "allocated_bytes": memory.allocated,
+        "peak_bytes": memory.peak,
+    }
+
+
 def failed(rows: Iterable[Row]) -> list[Row]:
     """The rows that make a run fail: any wrong result, and any of ours that did not run."""
     return [r for r in rows if r["status"] == "WRONG" or (r["status"] == "failed" and r.get("ours"))]

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from normmatters.bench import peers, timing
 from normmatters.bench.check import RowNormData, check_row_norm, row_norm_reference
-from normmatters.bench.harness import DTYPES, Row, Setup, Skip, attempt, passes
+from normmatters.bench.harness import DTYPES, Row, Setup, Skip, attempt, measured
 from normmatters.kernels import dispatch
 
 SHAPES = [(32768, 1024), (16384, 4096), (8192, 8192)]
@@ -149,17 +149,4 @@ def _measure(setup: Setup, variant: Variant, data: list[RowNormData], tensor_byt
         outputs = [norm(one) for one in data]
         calls = [partial(backward, output, one) for output, one in zip(outputs, data)]
         bwd = timing.time_calls(calls, setup.device, quick=setup.smoke)
-    return {
-        "error": error,
-        "fwd_ms": fwd.ms,
-        "bwd_ms": bwd.ms,
-        "eager_fwd_ms": fwd.eager_ms,
-        "eager_bwd_ms": bwd.eager_ms,
-        "timed_by": fwd.by if fwd.by == bwd.by else f"{fwd.by}; {bwd.by}",
-        "fwd_passes": passes(fwd.ms, setup.copy_bandwidth, tensor_bytes),
-        "bwd_passes": passes(bwd.ms, setup.copy_bandwidth, tensor_bytes),
-        "saved_bytes": memory.saved,
-        "saved_share": memory.saved / tensor_bytes,
-        "allocated_bytes": memory.allocated,
-        "peak_bytes": memory.peak,
-    }
+    return measured(setup, error, fwd, bwd, memory, tensor_bytes)

@@ -13,7 +13,7 @@ from torch import nn
 
 from normmatters.bench import peers, timing
 from normmatters.bench.check import BatchNormData, BatchNormReference, check_batch_norm
-from normmatters.bench.harness import DTYPES, Row, Setup, Skip, attempt, passes
+from normmatters.bench.harness import DTYPES, Row, Setup, Skip, attempt, measured
 from normmatters.nn.batchnorm import L1BatchNorm2d, LInfBatchNorm2d, LpBatchNorm2d, RangeBatchNorm2d, TopKBatchNorm2d
 
 Shape = tuple[int, int, int, int]
@@ -190,17 +190,4 @@ def _measure(
         outputs = [forward(*one.inputs()) for one in data]
         calls = [partial(backward, output, one) for output, one in zip(outputs, data)]
         bwd = timing.time_calls(calls, setup.device, quick=setup.smoke)
-    return {
-        "error": error,
-        "fwd_ms": fwd.ms,
-        "bwd_ms": bwd.ms,
-        "eager_fwd_ms": fwd.eager_ms,
-        "eager_bwd_ms": bwd.eager_ms,
-        "timed_by": fwd.by if fwd.by == bwd.by else f"{fwd.by}; {bwd.by}",
-        "fwd_passes": passes(fwd.ms, setup.copy_bandwidth, tensor_bytes),
-        "bwd_passes": passes(bwd.ms, setup.copy_bandwidth, tensor_bytes),
-        "saved_bytes": memory.saved,
-        "saved_share": memory.saved / tensor_bytes,
-        "allocated_bytes": memory.allocated,
-        "peak_bytes": memory.peak,
-    }
+    return measured(setup, error, fwd, bwd, memory, tensor_bytes)
