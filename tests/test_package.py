@@ -21,8 +21,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 _RANKED = ("Lp", "L1", "LInf", "TopK", "Range", "MeanOnly")
 PUBLIC = {
     *(f"{norm}BatchNorm{rank}d" for norm in _RANKED for rank in (1, 2, 3)),
-    *("L1LayerNorm", "LpLayerNorm", "L1RMSNorm", "TReLU", "SyncLpBatchNorm", "convert_sync_batchnorm"),
-    *("functional", "constants", "optim", "precision"),
+    *("L1LayerNorm", "LpLayerNorm", "L1RMSNorm", "TReLU", "SyncLpBatchNorm", "convert_sync_batchnorm", "update_bn"),
+    *("functional", "constants", "migrate", "optim", "precision"),
     *(
         "bounded_weight_norm",
         "apply_weight_norm",
@@ -30,7 +30,7 @@ PUBLIC = {
         "classic_weight_norm",
         "move_rho_to_last_layer",
     ),
-    *("convert", "to_torch", "ConversionReport", "__version__"),
+    *("convert", "fold", "to_torch", "ConversionReport", "__version__"),
 }
 OPTIM = {
     *("NormRecorder", "StepSizeCorrection", "NormSchedule", "WeightDecayFreeSGD", "AngularSGD", "Angular"),

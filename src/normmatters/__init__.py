@@ -14,7 +14,7 @@ from normmatters import constants, functional, precision
 
 # The function takes over the name of the package it comes from: `nm.convert(model)`. Later imports of anything in that
 # package find it in sys.modules and leave the name alone.
-from normmatters.convert import ConversionReport, convert, to_torch
+from normmatters.convert import ConversionReport, convert, fold, to_torch
 from normmatters.nn import (
     L1BatchNorm1d,
     L1BatchNorm2d,
@@ -40,6 +40,7 @@ from normmatters.nn import (
     TopKBatchNorm3d,
     TReLU,
     convert_sync_batchnorm,
+    update_bn,
 )
 from normmatters.weight_norm import (
     apply_weight_norm,
@@ -50,13 +51,13 @@ from normmatters.weight_norm import (
 )
 
 if TYPE_CHECKING:
-    from normmatters import optim
+    from normmatters import migrate, optim
 else:
 
     def __getattr__(name):
         # The optimizers take as long to import as everything else together, and many programs need none of them.
-        if name == "optim":
-            return importlib.import_module("normmatters.optim")
+        if name in ("migrate", "optim"):
+            return importlib.import_module(f"normmatters.{name}")
         raise AttributeError(f"module 'normmatters' has no attribute {name!r}")
 
 
@@ -94,12 +95,15 @@ __all__ = [
     "constants",
     "convert",
     "convert_sync_batchnorm",
+    "fold",
     "functional",
+    "migrate",
     "move_rho_to_last_layer",
     "optim",
     "precision",
     "remove_weight_norm",
     "to_torch",
+    "update_bn",
 ]
 
 

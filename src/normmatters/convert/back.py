@@ -21,7 +21,7 @@ from normmatters.weight_norm import BoundedWeight, ClassicWeight, remove_weight_
 _log = logging.getLogger(__name__)
 
 
-class _ThenReLU:
+class ThenReLU:
     """For norms that were written with ``act="relu"`` by hand: PyTorch's batch norm, then the add and the ReLU."""
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -29,19 +29,19 @@ class _ThenReLU:
         return torch.relu(output if residual is None else output + residual)
 
 
-class BatchNormReLU1d(_ThenReLU, nn.BatchNorm1d):
+class BatchNormReLU1d(ThenReLU, nn.BatchNorm1d):
     """``nn.BatchNorm1d`` and a ReLU, in PyTorch's own operations and under the same state_dict keys."""
 
 
-class BatchNormReLU2d(_ThenReLU, nn.BatchNorm2d):
+class BatchNormReLU2d(ThenReLU, nn.BatchNorm2d):
     """``nn.BatchNorm2d`` and a ReLU, in PyTorch's own operations and under the same state_dict keys."""
 
 
-class BatchNormReLU3d(_ThenReLU, nn.BatchNorm3d):
+class BatchNormReLU3d(ThenReLU, nn.BatchNorm3d):
     """``nn.BatchNorm3d`` and a ReLU, in PyTorch's own operations and under the same state_dict keys."""
 
 
-class SyncBatchNormReLU(_ThenReLU, nn.SyncBatchNorm):
+class SyncBatchNormReLU(ThenReLU, nn.SyncBatchNorm):
     """``nn.SyncBatchNorm`` and a ReLU, in PyTorch's own operations and under the same state_dict keys."""
 
 
@@ -51,6 +51,7 @@ _PLAIN: dict[type[nn.Module], tuple[type[nn.Module], type[nn.Module]]] = {
     bn.LpBatchNorm3d: (nn.BatchNorm3d, BatchNormReLU3d),
     SyncLpBatchNorm: (nn.SyncBatchNorm, SyncBatchNormReLU),
 }
+PLAIN_BATCH_NORMS = tuple(plain for classes in _PLAIN.values() for plain in classes)
 
 
 def to_torch(

@@ -58,7 +58,7 @@ def plan_fusion(model: nn.Module, norms: Collection[nn.Module]) -> FusionPlan:
     paths = Counter(module for _, module in model.named_modules(remove_duplicate=False))
     candidates = {norm for norm in norms if not has_hooks(norm)}
     plan.notes = {norm: "hooks see its output" for norm in norms if norm not in candidates}
-    for block in _blocks(model, set(norms)):
+    for block in blocks_of(model, set(norms)):
         # Another way to a norm than through this block would meet the ReLU without having asked for it.
         reachable = Counter(module for _, module in block.named_modules(remove_duplicate=False))
         own = {norm for norm in candidates if reachable[norm] == 1 and paths[norm] == paths[block]}
@@ -87,25 +87,25 @@ def _is_container(module: nn.Module) -> bool:
     return type(module).forward is nn.Module.forward  # ModuleList, ModuleDict: their owner calls what is in them
 
 
-def _blocks(model: nn.Module, norms: set[nn.Module]) -> Iterator[nn.Module]:
+def blocks_of(model: nn.Module, norms: set[nn.Module]) -> Iterator[nn.Module]:
     """The modules with a forward of their own whose norms are not inside another such module."""
     blocks = [module for module in model.modules() if not _is_container(module) and module not in norms]
     # Traced blocks first: they show when the modules of a Sequential are called one by one.
     for block in sorted(blocks, key=is_sequential):
         torchs_own = type(block).__module__.split(".")[0] == "torch"  # nn layers, but also DistributedDataParallel
         traced = not torchs_own or isinstance(block, fx.GraphModule)
-        if (traced or is_sequential(block)) and any(norm in norms for _, _, norm in _slots(block, True)):
+        if (traced or is_sequential(block)) and any(norm in norms for _, _, norm in slots_of(block, True)):
             yield block
 
 
-def _slots(block: nn.Module, sequentials: bool) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+def slots_of(block: nn.Module, sequentials: bool) -> Iterator[tuple[nn.Module, str, nn.Module]]:
     """(owner, name, module) of what the block holds itself: inside containers, and Sequentials if asked."""
     for name, child in block._modules.items():
         if child is None:
             continue
         yield block, name, child
         if _is_container(child) or (sequentials and is_sequential(child)):
-            yield from _slots(child, sequentials)
+            yield from slots_of(child, sequentials)
 
 
 def _is_identity(module: nn.Module) -> bool:
@@ -117,7 +117,7 @@ def _is_relu(module: nn.Module) -> bool:
 
 
 def _plan_sequential(block: nn.Module, own: set[nn.Module], plan: FusionPlan) -> None:
-    chain = [slot for slot in _slots(block, True) if not is_sequential(slot[2])]
+    chain = [slot for slot in slots_of(block, True) if not is_sequential(slot[2])]
     for position, (_, _, norm) in enumerate(chain):
         if norm not in own or norm in plan.fused or norm in plan.notes:
             continue
@@ -143,8 +143,8 @@ class _Match:
 
 
 def _plan_traced(block: nn.Module, own: set[nn.Module], plan: FusionPlan) -> None:
-    direct = {module for _, _, module in _slots(block, False)}
-    tails = {tail: inner for _, _, s in _slots(block, False) if is_sequential(s) for tail, inner in _tail(s, own)}
+    direct = {module for _, _, module in slots_of(block, False)}
+    tails = {tail: inner for _, _, s in slots_of(block, False) if is_sequential(s) for tail, inner in _tail(s, own)}
     mine = own & (direct | tails.keys())
     try:
         if isinstance(block, FusedBlock):
@@ -276,7 +276,7 @@ def _relu_slots(
     others = {node for trace in traces for node in trace.graph.nodes if node.op == "call_module"} - merged
     if any(_module(block, node) in relus for node in others):
         return None
-    slots = [(owner, name) for owner, name, module in _slots(block, False) if module in relus]
+    slots = [(owner, name) for owner, name, module in slots_of(block, False) if module in relus]
     held = {owner._modules[name] for owner, name in slots}
     return slots if held == relus else None
 

@@ -23,6 +23,7 @@ from normmatters.nn.batchnorm import (
 )
 from normmatters.nn.layernorm import L1LayerNorm, L1RMSNorm, LpLayerNorm
 from normmatters.nn.sync import SyncLpBatchNorm, convert_sync_batchnorm
+from normmatters.nn.update_bn import update_bn
 
 __all__ = [
     "L1BatchNorm1d",
@@ -49,4 +50,5 @@ __all__ = [
     "TopKBatchNorm2d",
     "TopKBatchNorm3d",
     "convert_sync_batchnorm",
+    "update_bn",
 ]

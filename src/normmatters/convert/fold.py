@@ -1,0 +1,179 @@
+"""``fold``: batch norms merged into the convolution or linear layer in front of them, for evaluation and export."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.utils import parametrize
+from torch.nn.utils.fusion import fuse_conv_bn_weights
+
+from normmatters.convert.back import PLAIN_BATCH_NORMS, ThenReLU, to_torch
+from normmatters.convert.fuse import blocks_of, has_hooks, is_sequential, slots_of
+from normmatters.convert.report import Change, ConversionReport
+from normmatters.convert.swap import check_model, replace_modules
+from normmatters.convert.trace import Untraceable, trace_block
+from normmatters.nn.batchnorm import _LpBatchNorm
+
+_log = logging.getLogger(__name__)
+
+_LAYERS = (
+    nn.Linear,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+)
+
+
+class AddReLU(nn.Module):
+    """What a folded norm with ``act="relu"`` leaves: relu(input + residual)."""
+
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+        return torch.relu(input if residual is None else input + residual)
+
+
+class Rows(nn.Identity):
+    """What a norm leaves that was folded into a linear layer: refuses what it would have normalized otherwise.
+
+    Behind (N, L, features) a batch norm's channels are dimension 1, which no weight of the linear layer stands for.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        if input.dim() != 2:
+            raise ValueError(f"a norm was folded into a linear layer of (N, C) outputs, got {input.dim()}D")
+        return input
+
+
+def fold(model: nn.Module, *, inplace: bool = True, report: ConversionReport | None = None) -> nn.Module:
+    """Merge each batch norm into the convolution or linear layer in front of it: the same outputs, one layer less.
+
+    For deployment: first :func:`to_torch`, then every ``conv → norm`` and ``linear → norm`` becomes the layer alone,
+    with the norm's scale in its weight and the rest in its bias. Where the norm was there is an ``nn.Identity``. Works
+    for the norms of this library and for ``torch.nn``'s; what cannot be folded stays, and the report says why.
+
+    Args:
+        model: any module in evaluation mode. Linear layers are taken to give (N, C).
+        inplace: change ``model`` itself; False works on a deep copy. Folded layers get new parameters either way.
+        report: an empty :class:`ConversionReport` to fill, with a line for each batch norm. It is also logged.
+
+    Returns:
+        The model: ``model`` itself unless it is a norm or ``inplace`` is False.
+
+    Raises:
+        ValueError: a batch norm is in training mode, where it cannot be a fixed scale; nothing is then changed.
+
+    Example::
+
+        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU())
+        >>> model = fold(convert(model, "l1").eval())
+        >>> [type(module).__name__ for module in model]
+        ['Conv2d', 'Identity', 'ReLU']
+    """
+    check_model(model)
+    for name, module in model.named_modules():
+        if isinstance(module, (_BatchNorm, _LpBatchNorm)) and module.training:
+            raise ValueError(f"fold needs a model in evaluation mode, but {name or 'the model'} is training: eval()")
+    if not inplace:
+        model = copy.deepcopy(model)
+    before = {name: type(module).__name__ for name, module in model.named_modules()}
+    model = to_torch(model)
+    report = ConversionReport() if report is None else report
+
+    pairs, reasons = _find(model)
+    names = {module: name for name, module in model.named_modules()}
+    new: dict[nn.Module, nn.Module] = {}
+    for norm, (layer, residual) in pairs.items():
+        _fold_into(layer, norm)
+        if isinstance(norm, ThenReLU):
+            new[norm] = AddReLU() if residual else nn.ReLU()
+        else:
+            new[norm] = Rows() if isinstance(layer, nn.Linear) else nn.Identity()
+        new[norm].eval()
+    for norm, name in names.items():
+        if norm in new:
+            after, note = type(new[norm]).__name__, f"folded into {names[pairs[norm][0]]}"
+            report.changes.append(Change(name, before[name], after, note=note))
+        elif isinstance(norm, (_BatchNorm, _LpBatchNorm)):
+            report.changes.append(Change(name, before[name], None, note=reasons.get(norm, "no layer in front of it")))
+    _log.info("%s", report)
+    return replace_modules(model, new)
+
+
+def _find(model: nn.Module) -> tuple[dict[nn.Module, tuple[nn.Module, bool]], dict[nn.Module, str]]:
+    """The norms to fold, each with its layer and whether it is given a residual; and why others stay."""
+    pairs: dict[nn.Module, tuple[nn.Module, bool]] = {}
+    reasons: dict[nn.Module, str] = {}
+    norms: set[nn.Module] = {module for module in model.modules() if isinstance(module, _BatchNorm)}
+    places = Counter(module for _, module in model.named_modules(remove_duplicate=False))
+    for block in blocks_of(model, norms):
+        sequentials = {module for _, _, module in slots_of(block, True) if is_sequential(module)}
+        try:
+            graph = trace_block(block, False, sequentials).graph
+        except Untraceable as reason:
+            for norm in norms.intersection(module for _, _, module in slots_of(block, False)):
+                reasons[norm] = f"{type(block).__name__} cannot be traced: {reason}"
+            continue
+        calls = [(node, block.get_submodule(str(node.target))) for node in graph.nodes if node.op == "call_module"]
+        times = Counter(module for _, module in calls)
+        called = dict(calls)
+        for node, norm in calls:
+            # A Sequential's norm was decided on by the block that calls it, if that could be traced: it may well call
+            # the Sequential's modules one by one.
+            if norm not in norms or norm in pairs or norm in reasons:
+                continue
+            source = node.args[0] if node.args else None
+            layer = called.get(source) if isinstance(source, fx.Node) else None
+            if layer is None or not isinstance(layer, _LAYERS):
+                reasons[norm] = "no layer in front of it"
+            elif any(places[module] != places[block] or times[module] != 1 for module in (layer, norm)):
+                reasons[norm] = "it or the layer in front of it is used at several places"
+            elif len(source.users) != 1:  # type: ignore[union-attr]
+                reasons[norm] = "the output of the layer in front of it is used again"
+            else:
+                against = _reason_against(layer, norm)
+                if against is None:
+                    pairs[norm] = layer, len(node.args) + len(node.kwargs) > 1
+                else:
+                    reasons[norm] = against
+    return pairs, reasons
+
+
+def _reason_against(layer: Any, norm: Any) -> str | None:
+    if type(layer) not in _LAYERS or type(norm) not in PLAIN_BATCH_NORMS:
+        odd = layer if type(layer) not in _LAYERS else norm
+        return f"{type(odd).__name__} is a subclass: what it adds is not known"
+    if has_hooks(layer) or has_hooks(norm):
+        return "hooks see its input or output"
+    if parametrize.is_parametrized(layer):
+        return "the weight in front of it is parametrized"
+    if norm.running_mean is None or norm.running_var is None:
+        return "it has no running statistics"
+    if isinstance(layer, _ConvTransposeNd) and layer.groups > 1:
+        return "the channels of a transposed convolution with groups are no slices of its weight"
+    channels = layer.out_channels if isinstance(layer, _ConvNd) else layer.out_features
+    if channels != norm.num_features:
+        return f"it has {norm.num_features} channels, the layer in front of it {channels}"
+    return None
+
+
+def _fold_into(layer: Any, norm: Any) -> None:
+    """w ← w·γ/√(running_var + eps), b ← (b − running_mean)·γ/√(running_var + eps) + β, in new parameters."""
+    layer.weight, layer.bias = fuse_conv_bn_weights(
+        layer.weight,
+        layer.bias,
+        norm.running_mean,
+        norm.running_var,
+        norm.eps,
+        norm.weight,
+        norm.bias,
+        transpose=isinstance(layer, _ConvTransposeNd),
+    )

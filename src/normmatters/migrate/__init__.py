@@ -1,0 +1,123 @@
+"""Checkpoints of others into this library's models, and back: the same function, under the other names.
+
+Known are the layers of the authors' repository (``norm_matters``: batch norms that keep the inverse scale, mean-only
+batch norm, both forms of bounded weight norm) and ``torch``'s weight norm in its two layouts. Checkpoints of
+``torch.nn``'s norms need nothing: keys and meaning are the same, so ``model.load_state_dict`` is all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from normmatters.migrate import norms, weights
+
+__all__ = ["load", "to_norm_matters", "to_torch_weight_norm", "translate"]
+
+
+def load(model: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
+    """Load a checkpoint of the authors, or of torch's weight norm, into ``model``: :func:`translate`, then load.
+
+    Args:
+        model: a model of this library's norms, with the checkpoint's names.
+        state_dict: its tensors (the authors keep them under ``checkpoint["state_dict"]``).
+        strict: as in ``model.load_state_dict``, whose result is returned.
+
+    Raises:
+        ValueError, TypeError: a key is missing, or its values cannot be; names it, before the model is changed.
+        RuntimeError: from ``load_state_dict``; names the keys that are missing, left over or of another shape.
+
+    Example::
+
+        >>> theirs = {"scale": torch.ones(2), "mean": torch.zeros(2)}
+        >>> theirs |= {"running_mean": torch.zeros(2), "running_var": torch.tensor([0.5, 0.1])}  # 1/scale
+        >>> bn = nm.L1BatchNorm2d(2)
+        >>> nm.migrate.load(bn, theirs)
+        <All keys matched successfully>
+        >>> bn.running_var
+        tensor([  4.0000, 100.0000])
+    """
+    return model.load_state_dict(translate(model, state_dict), strict=strict)
+
+
+def translate(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The checkpoint under the names, and with the meanings, of ``model``'s own state; entries not known stay.
+
+    Arguments and errors as in :func:`load`. Neither ``model`` nor ``state_dict`` is changed.
+
+    What becomes of a weight norm depends on the model's layer: a plain weight gets the product, classic weight norm g
+    and v, bounded weight norm v and ρ. The last has one length for all channels, so all of theirs must be equal.
+
+    Example::
+
+        >>> theirs = torch.nn.utils.weight_norm(nn.Linear(3, 2, bias=False)).state_dict()
+        >>> sorted(theirs), sorted(nm.migrate.translate(nn.Linear(3, 2, bias=False), theirs))
+        (['weight_g', 'weight_v'], ['weight'])
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    for key, value in state_dict.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"expected a tensor under {key!r}, got {type(value).__name__}: is this the state_dict?")
+    state = dict(state_dict)
+    for prefix, module in _modules(model):
+        if isinstance(module, norms.BATCH_NORMS):
+            norms.from_authors(state, prefix, module)
+        weights.from_others(state, prefix, module)
+    return state
+
+
+def to_norm_matters(model: nn.Module) -> dict[str, Tensor]:
+    """The state of ``model`` for the authors' layers, under their names and with their meanings.
+
+    Batch norms become those of ``models/lp_norm.py``, mean-only ones ``MeanBN``, bounded weight norm with p = 2
+    ``models/bwn_alt.py``'s, every other weight norm ``models/bwn.py``'s at p = 2. Outputs in evaluation are the same; a
+    ReLU that was merged into a norm must be a layer of its own there.
+
+    Raises:
+        ValueError: a batch norm has no running statistics, which theirs always have.
+
+    Example::
+
+        >>> sorted(nm.migrate.to_norm_matters(nm.L1BatchNorm2d(2)))
+        ['mean', 'running_mean', 'running_var', 'scale']
+    """
+    state = dict(model.state_dict())
+    for prefix, module in _modules(model):
+        if isinstance(module, norms.BATCH_NORMS):
+            norms.to_authors(state, prefix, module)
+        weights.to_authors(state, prefix, module)
+    return state
+
+
+def to_torch_weight_norm(
+    model: nn.Module, layout: Literal["parametrization", "hook"] = "parametrization"
+) -> dict[str, Tensor]:
+    """The state of ``model`` for torch's weight norm in the place of each bounded or classic one.
+
+    Args:
+        model: any model.
+        layout: ``"parametrization"`` for ``torch.nn.utils.parametrizations.weight_norm``, ``"hook"`` for the older
+            ``torch.nn.utils.weight_norm`` (``weight_g``, ``weight_v``); both with the ``dim`` of this model's.
+
+    Example::
+
+        >>> layer = nm.bounded_weight_norm(nn.Linear(3, 2, bias=False), rho=1.0)
+        >>> nm.migrate.to_torch_weight_norm(layer, "hook")["weight_g"]
+        tensor([[1.],
+                [1.]])
+    """
+    if layout not in ("parametrization", "hook"):
+        raise ValueError(f"layout must be 'parametrization' or 'hook', got {layout!r}")
+    state = dict(model.state_dict())
+    for prefix, module in _modules(model):
+        weights.to_torch(state, prefix, module, layout)
+    return state
+
+
+def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every module with the prefix of its keys; one that is at several places has its keys at each."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        yield f"{path}." if path else "", module
