@@ -24,6 +24,7 @@ from normmatters.nn.batchnorm import (
     TopKBatchNorm2d,
 )
 from normmatters.nn.layernorm import L1LayerNorm, LpLayerNorm
+from normmatters.nn.layernorm2d import L1LayerNorm2d, LpLayerNorm2d
 from normmatters.nn.sync import SyncLpBatchNorm
 
 FUSED = {"resnet": 7, "resnet-bottleneck": 10, "vgg": 3, "timm": 5, "functional": 6, "regnet": 5}
@@ -226,7 +227,13 @@ def test_layer_norm_only_if_asked() -> None:
 def test_timm_norm_with_activation() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(
-        BatchNormAct2d(3, nn.ReLU()), BatchNormAct2d(3), nn.ReLU(), BatchNormAct2d(3, nn.SiLU())
+        BatchNormAct2d(3, nn.ReLU()),
+        BatchNormAct2d(3),
+        nn.ReLU(),
+        BatchNormAct2d(3, nn.SiLU()),
+        nn.ReLU(),  # not the norm's: a SiLU lies between
+        BatchNormAct2d(3, nn.ReLU(), nn.Dropout(0.5)),
+        BatchNormAct2d(3, nn.PReLU()),
     ).double()
     before = copy.deepcopy(model)
     report = ConversionReport()
@@ -235,12 +242,62 @@ def test_timm_norm_with_activation() -> None:
         "LpBatchNorm2d",
         "LpBatchNorm2d",
         "FusedReLU",
+        "LpBatchNormAct2d",
+        "ReLU",
+        "LpBatchNormAct2d",
         "BatchNormAct2d",
     ]
-    assert [change.fused for change in report.changes] == ["relu", "relu", ""]
-    assert report.skipped[0].note == "its activation or dropout is not fused: Identity, SiLU"
+    assert [change.fused for change in report.changes] == ["relu", "relu", "", "", ""]
+    assert [change.note for change in report.skipped] == ["its activation has a state, which would change its key"]
     assert model.state_dict().keys() == before.state_dict().keys()
     assert_same_step(model, before)
+    assert_same_step(copy.deepcopy(model), copy.deepcopy(before))
+    assert_close(model.eval()(batch()), before.eval()(batch()))
+
+
+@pytest.mark.parametrize("norm", ["l1", "topk", 1.5])
+def test_timm_norm_with_activation_in_another_norm(norm: str | float) -> None:
+    model = nn.Sequential(BatchNormAct2d(3, nn.SiLU())).double()
+    plain = convert(nn.Sequential(nn.BatchNorm2d(3), nn.SiLU()).double(), norm, k=5)
+    convert(model, norm, k=5)
+    for mine, other in zip(step(model, batch()), step(plain, batch())):
+        assert_close(list(mine.values()), list(other.values())) if isinstance(mine, dict) else assert_close(mine, other)
+    assert_close(list(model.state_dict().values()), list(plain.state_dict().values()))
+
+
+class LayerNorm2d(nn.LayerNorm):
+    """torchvision's and timm's: over the channels of (N, C, H, W)."""
+
+    __module__ = "torchvision.models.convnext"
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_channels_first_layer_norm(memory_format: torch.memory_format) -> None:
+    model = nn.Sequential(LayerNorm2d(3, eps=1e-6)).double()
+    nn.init.normal_(model[0].weight)
+    nn.init.normal_(model[0].bias)
+    before = copy.deepcopy(model)
+    x = batch().contiguous(memory_format=memory_format)
+    converted = convert(copy.deepcopy(model), layer_norm="l2")
+    assert type(converted[0]) is LpLayerNorm2d
+    for mine, other in zip(step(converted, x), step(before, x)):
+        assert_close(mine, other)
+    back = to_torch(converted)
+    assert isinstance(back[0], nn.LayerNorm)
+    assert not isinstance(back[0], LpLayerNorm2d)
+    assert_close(back(x), before(x))
+
+    assert type(convert(model, layer_norm="l1")[0]) is L1LayerNorm2d
+    assert model[0].eps == 1e-6
+    mean = x.mean(1, keepdim=True)
+    scale = math.sqrt(math.pi / 2) * (x - mean).abs().mean(1, keepdim=True)  # F10
+    weight, bias = (p.view(1, 3, 1, 1) for p in model[0].parameters())
+    assert_close(model(x), (x - mean) / (scale**2 + 1e-6).sqrt() * weight + bias)
+    with pytest.raises(ValueError, match=r"expected 4D input, \(N, C, H, W\), got 3D"):
+        model(x[0])
 
 
 class _Scaled(nn.BatchNorm2d):

@@ -16,7 +16,7 @@ from normmatters.convert import ConversionReport, convert, to_torch
 from normmatters.convert.back import BatchNormReLU1d, BatchNormReLU2d
 from normmatters.nn.batchnorm import L1BatchNorm1d, L1BatchNorm2d, LpBatchNorm2d, MeanOnlyBatchNorm2d
 from normmatters.nn.layernorm import L1LayerNorm, L1RMSNorm, LpLayerNorm
-from normmatters.nn.sync import SyncLpBatchNorm
+from normmatters.nn.sync import SyncLpBatchNorm, convert_sync_batchnorm
 from normmatters.weight_norm import apply_weight_norm
 
 
@@ -106,6 +106,20 @@ def test_timm_norm_comes_back_with_its_relu() -> None:
     assert type(to_torch(convert(model, "l1"))[0]) is BatchNormReLU2d
     assert_close(model(batch()), expected)
     assert list(model.state_dict()) == keys
+
+
+def test_timm_norm_comes_back_with_any_activation() -> None:
+    model = nn.Sequential(BatchNormAct2d(3, nn.SiLU(), nn.Dropout(0.5))).double()
+    before = copy.deepcopy(model)
+    synchronized = convert_sync_batchnorm(convert(copy.deepcopy(model), "l1"))
+    assert isinstance(synchronized[0], SyncLpBatchNorm)
+    assert_same_step(synchronized, convert(model, "l1"))  # the dropout and the activation came with it
+    for converted in (synchronized, model):
+        back = to_torch(converted)
+        assert isinstance(back[0], nn.BatchNorm2d if converted is model else nn.SyncBatchNorm)
+        assert back.state_dict().keys() == before.state_dict().keys()
+        before.load_state_dict(back.state_dict())
+        assert_close(back.eval()(batch()), before.eval()(batch()))
 
 
 def test_mean_only_and_sync() -> None:

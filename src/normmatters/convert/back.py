@@ -14,7 +14,9 @@ from normmatters.convert.fused import FusedBlock, FusedReLU
 from normmatters.convert.report import Change, ConversionReport
 from normmatters.convert.swap import carry_over, check_model, replace_modules
 from normmatters.nn import batchnorm as bn
+from normmatters.nn.batchnorm_act import ThenAct
 from normmatters.nn.layernorm import L1RMSNorm, LpLayerNorm
+from normmatters.nn.layernorm2d import ChannelsFirst
 from normmatters.nn.sync import SyncLpBatchNorm
 from normmatters.weight_norm import BoundedWeight, ClassicWeight, remove_weight_norm
 
@@ -43,6 +45,18 @@ class BatchNormReLU3d(ThenReLU, nn.BatchNorm3d):
 
 class SyncBatchNormReLU(ThenReLU, nn.SyncBatchNorm):
     """``nn.SyncBatchNorm`` and a ReLU, in PyTorch's own operations and under the same state_dict keys."""
+
+
+class BatchNormAct2d(ThenAct, nn.BatchNorm2d):
+    """``nn.BatchNorm2d``, then a dropout and an activation, in PyTorch's own operations: timm's class of this name."""
+
+
+class SyncBatchNormAct(ThenAct, nn.SyncBatchNorm):
+    """``nn.SyncBatchNorm``, then a dropout and an activation, in PyTorch's own operations."""
+
+
+class LayerNorm2d(ChannelsFirst, nn.LayerNorm):
+    """``nn.LayerNorm`` of each pixel of (N, C, H, W) over its channels, in PyTorch's own operations."""
 
 
 _PLAIN: dict[type[nn.Module], tuple[type[nn.Module], type[nn.Module]]] = {
@@ -130,12 +144,21 @@ def _plain(module: nn.Module, unfused: bool) -> nn.Module | str | None:
     if isinstance(module, LpLayerNorm):
         if module.p != 2 or not (isinstance(module.constant, str) or module.constant == 1):
             return "torch.nn has only L2"
-        made = nn.LayerNorm(module.normalized_shape, device="meta")
+        made = (LayerNorm2d if isinstance(module, ChannelsFirst) else nn.LayerNorm)(
+            module.normalized_shape, device="meta"
+        )
     elif isinstance(module, L1RMSNorm):
         return "torch.nn has only L2"
     elif isinstance(module, bn._LpBatchNorm):
         if module.running_mean is None and not (module.p == 2 and module.constant in ("exact", "paper", "none", 1)):
             return "it normalizes by the batch in evaluation too, and torch.nn has only L2"
+        if isinstance(module, ThenAct):
+            made = (SyncBatchNormAct if isinstance(module, SyncLpBatchNorm) else BatchNormAct2d)(
+                module.num_features, device="meta"
+            )
+            made.drop, made.activation = module.drop, module.activation
+            carry_over(module, made)
+            return made
         plain, with_relu = next(classes for ours, classes in _PLAIN.items() if isinstance(module, ours))
         made = (plain if module.act is None or unfused else with_relu)(module.num_features, device="meta")  # type: ignore[call-arg]
     else:

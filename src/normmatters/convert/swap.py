@@ -17,7 +17,9 @@ from normmatters.convert.fuse import FusionPlan, plan_fusion
 from normmatters.convert.report import Change, ConversionReport
 from normmatters.functional.checks import check_memory
 from normmatters.nn import batchnorm as bn
+from normmatters.nn.batchnorm_act import LpBatchNormAct2d
 from normmatters.nn.layernorm import L1LayerNorm, L1RMSNorm, LpLayerNorm
+from normmatters.nn.layernorm2d import L1LayerNorm2d, LpLayerNorm2d
 from normmatters.nn.sync import SyncLpBatchNorm
 
 _log = logging.getLogger(__name__)
@@ -32,6 +34,15 @@ _CLASSES: dict[str, tuple[Any, Any, Any]] = {  # for BatchNorm1d, 2d and 3d
     "range": (bn.RangeBatchNorm1d, bn.RangeBatchNorm2d, bn.RangeBatchNorm3d),
     "lp": (bn.LpBatchNorm1d, bn.LpBatchNorm2d, bn.LpBatchNorm3d),
 }
+# Subclasses of nn.LayerNorm that are known to add nothing else: over the last dimension, and over the channels of NCHW.
+_LAYER_NORMS = {"timm.layers.norm.LayerNorm", "timm.layers.norm.LayerNormFp32"}
+_LAYER_NORMS_2D = {
+    "timm.layers.norm.LayerNorm2d",
+    "timm.layers.norm.LayerNorm2dFp32",
+    "timm.layers.norm.LayerNormExp2d",
+    "torchvision.models.convnext.LayerNorm2d",
+}
+_TIMM_BATCH_NORM = "timm.layers.norm_act.BatchNormAct2d"
 
 
 def convert(
@@ -55,14 +66,15 @@ def convert(
     gives, convert with ``fuse=False``, or put a hook on it before.
 
     Exactly ``nn.BatchNorm1d/2d/3d`` are replaced, ``nn.SyncBatchNorm`` by :class:`~normmatters.nn.SyncLpBatchNorm`, and
-    timm's ``BatchNormAct2d`` if its activation is a ReLU or none. Other subclasses do something that is not known here.
+    timm's ``BatchNormAct2d`` with its activation; on request ``nn.LayerNorm`` and the layer norms of timm and
+    torchvision, channels first or last. Other subclasses do something that is not known here.
 
     Args:
         model: any module; if it is itself a norm, use the result.
         norm: ``"l1"``, ``"l2"``, ``"linf"``, ``"topk"``, ``"range"``, or a number p ≥ 1.
         k: how many deviations Top(k) averages; only for ``"topk"``.
         constant, memory: as in :class:`~normmatters.nn.LpBatchNorm2d`.
-        layer_norm: None to leave ``nn.LayerNorm`` alone, or what to replace it by, as ``norm``.
+        layer_norm: None to leave layer norms alone, or what to replace it by, as ``norm``.
         fuse: merge norm→ReLU and norm→add→ReLU.
         inplace: change ``model`` itself, so that memory is not doubled; False converts a deep copy.
         report: an empty :class:`ConversionReport` to fill. It is also logged, at level INFO.
@@ -95,8 +107,12 @@ def convert(
             skipped[module] = replacement
         elif replacement is not None:
             new[module] = replacement
-    # A norm that came with its own ReLU has nothing more to take over.
-    bare = [old for old, norm in new.items() if isinstance(norm, bn._LpBatchNorm) and norm.act is None]
+    # A norm that came with its own activation has nothing more to take over.
+    bare = [
+        old
+        for old, norm in new.items()
+        if isinstance(norm, bn._LpBatchNorm) and not isinstance(norm, LpBatchNormAct2d) and norm.act is None
+    ]
     plan = plan_fusion(model, bare) if fuse else FusionPlan()
 
     report = ConversionReport() if report is None else report
@@ -157,29 +173,42 @@ class NormSpec:
         made.memory = memory
         return made
 
-    def layer_norm(self, shape: tuple[int, ...]) -> LpLayerNorm:
+    def batch_norm_act(self, old: nn.Module, memory: str) -> bn._LpBatchNorm:
+        """A batch norm for the place of timm's BatchNormAct2d: its ReLU is merged, any other activation follows."""
+        after = [type(module) for module in old.children() if type(module) is not nn.Identity]
+        if after in ([], [nn.ReLU]):
+            made = self.batch_norm(2, old.num_features, memory)  # type: ignore[arg-type]
+            made.act = "relu" if after else None
+            return made
+        chosen: dict[str, Any] = {"k": self.k, "constant": self.constant, "memory": memory, "device": "meta"}
+        then = LpBatchNormAct2d(old.num_features, self.p, **chosen)  # type: ignore[arg-type]
+        then.drop, then.activation = old.drop, old.act  # type: ignore[assignment]
+        return then
+
+    def layer_norm(self, shape: tuple[int, ...], channels_first: bool) -> LpLayerNorm:
         """A layer norm for LayerNorm's place."""
         if self.kind == "l1":
-            return L1LayerNorm(shape, constant=self.constant, device="meta")
-        return LpLayerNorm(shape, self.p, k=self.k, constant=self.constant, device="meta")
+            return (L1LayerNorm2d if channels_first else L1LayerNorm)(shape, constant=self.constant, device="meta")
+        cls = LpLayerNorm2d if channels_first else LpLayerNorm
+        return cls(shape, self.p, k=self.k, constant=self.constant, device="meta")
 
 
 def _replacement(module: nn.Module, spec: NormSpec, layer_spec: NormSpec | None, memory: str) -> nn.Module | str | None:
     """What takes the module's place; or why nothing does; or None for a module that is no norm."""
     if isinstance(module, (bn._LpBatchNorm, LpLayerNorm, L1RMSNorm)):
         return "it is one of normmatters already: go back with to_torch first"
-    if type(module) is nn.LayerNorm and layer_spec is not None:
-        made: nn.Module = layer_spec.layer_norm(tuple(module.normalized_shape))
+    kind = f"{type(module).__module__}.{type(module).__qualname__}"
+    first = kind in _LAYER_NORMS_2D
+    if layer_spec is not None and (type(module) is nn.LayerNorm or kind in _LAYER_NORMS or first):
+        made: nn.Module = layer_spec.layer_norm(tuple(module.normalized_shape), first)  # type: ignore[arg-type]
     elif type(module) in TORCH_BATCH_NORMS:
         made = spec.batch_norm(TORCH_BATCH_NORMS.index(type(module)) + 1, module.num_features, memory)  # type: ignore[arg-type]
     elif type(module) is nn.SyncBatchNorm:
         made = spec.sync_batch_norm(module.num_features, memory)
-    elif type(module).__name__ == "BatchNormAct2d" and type(module).__module__.startswith("timm."):
-        parts = [type(part) for part in module.children()]
-        if set(parts) - {nn.Identity, nn.ReLU}:
-            return f"its activation or dropout is not fused: {', '.join(part.__name__ for part in parts)}"
-        made = spec.batch_norm(2, module.num_features, memory)  # type: ignore[arg-type]
-        made.act = "relu" if nn.ReLU in parts else None  # type: ignore[assignment]
+    elif kind == _TIMM_BATCH_NORM:
+        if any(child.state_dict() for child in module.children()):
+            return "its activation has a state, which would change its key"
+        made = spec.batch_norm_act(module, memory)
     elif isinstance(module, nn.modules.lazy.LazyModuleMixin) and isinstance(module, nn.modules.batchnorm._NormBase):
         return "it is not initialised yet: run the model once first"
     elif isinstance(module, nn.modules.batchnorm._BatchNorm if layer_spec is None else _TORCH_NORMS):

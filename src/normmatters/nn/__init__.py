@@ -22,6 +22,7 @@ from normmatters.nn.batchnorm import (
     TopKBatchNorm3d,
 )
 from normmatters.nn.layernorm import L1LayerNorm, L1RMSNorm, LpLayerNorm
+from normmatters.nn.layernorm2d import L1LayerNorm2d, LpLayerNorm2d
 from normmatters.nn.sync import SyncLpBatchNorm, convert_sync_batchnorm
 from normmatters.nn.update_bn import update_bn
 
@@ -30,6 +31,7 @@ __all__ = [
     "L1BatchNorm2d",
     "L1BatchNorm3d",
     "L1LayerNorm",
+    "L1LayerNorm2d",
     "L1RMSNorm",
     "LInfBatchNorm1d",
     "LInfBatchNorm2d",
@@ -38,6 +40,7 @@ __all__ = [
     "LpBatchNorm2d",
     "LpBatchNorm3d",
     "LpLayerNorm",
+    "LpLayerNorm2d",
     "MeanOnlyBatchNorm1d",
     "MeanOnlyBatchNorm2d",
     "MeanOnlyBatchNorm3d",

@@ -18,6 +18,7 @@ from normmatters.functional.batch_norm import update_running_statistics
 from normmatters.functional.checks import check_batch_norm
 from normmatters.functional.statistic import Kind, compute_dtype, scale_constant, statistic_kind
 from normmatters.nn.batchnorm import _LpBatchNorm
+from normmatters.nn.batchnorm_act import ThenAct
 
 
 class SyncLpBatchNorm(_LpBatchNorm):
@@ -123,6 +124,14 @@ class SyncLpBatchNorm(_LpBatchNorm):
         update_running_statistics(running_mean, running_var, mean, squared, n, momentum_or_none, kind=kind)
         return output
 
+    def _linked_batch_norm(self, *arguments: Any) -> tuple[Tensor, None]:
+        *usual, _, _ = arguments
+        return self._batch_norm(*usual), None
+
+
+class SyncLpBatchNormAct(ThenAct, SyncLpBatchNorm):  # type: ignore[misc]
+    """:class:`~normmatters.nn.batchnorm_act.LpBatchNormAct2d` over all processes of a group."""
+
 
 def convert_sync_batchnorm(module: nn.Module, process_group: Any = None) -> nn.Module:
     """Replace this library's batch norms in ``module`` by :class:`SyncLpBatchNorm`, with their parameters and state.
@@ -158,7 +167,8 @@ def _converted(module: nn.Module, process_group: Any, seen: dict[nn.Module, nn.M
 
 
 def _synchronized(module: _LpBatchNorm, process_group: Any) -> SyncLpBatchNorm:
-    result = SyncLpBatchNorm(
+    # The drop and the activation of the former come over with all other submodules.
+    result = (SyncLpBatchNormAct if isinstance(module, ThenAct) else SyncLpBatchNorm)(
         module.num_features,
         module.p,
         module.eps,

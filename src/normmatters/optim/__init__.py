@@ -3,6 +3,7 @@
 from normmatters.optim._rows import angular_update, channel_norms, effective_step_size
 from normmatters.optim.angular import Angular, AngularSGD
 from normmatters.optim.correction import StepSizeCorrection
+from normmatters.optim.decay_groups import weight_decay_groups
 from normmatters.optim.equilibrium import (
     Equilibrium,
     adamw_equilibrium_angle,
@@ -52,4 +53,5 @@ __all__ = [
     "scale_invariant_parameters",
     "split_parameters",
     "steps_to_equilibrium",
+    "weight_decay_groups",
 ]

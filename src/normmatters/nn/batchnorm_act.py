@@ -1,0 +1,33 @@
+"""Batch norm with any activation behind it, as timm's ``BatchNormAct2d``, under the norm's own state_dict keys."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from normmatters.nn.batchnorm import LpBatchNorm2d
+
+
+class ThenAct:
+    """For a norm with two more modules: ``drop``, then ``activation``, follow its output.
+
+    ``activation`` is no ``act``: that one is a name, and a part of the norm's own operation.
+    """
+
+    drop: nn.Module
+    activation: nn.Module
+
+    def forward(self, input: Tensor, *residual: Tensor) -> Tensor:
+        output: Tensor = self.activation(self.drop(super().forward(input, *residual)))  # type: ignore[misc]
+        return output
+
+
+class LpBatchNormAct2d(ThenAct, LpBatchNorm2d):  # type: ignore[misc]
+    """``activation(drop(norm(x)))`` in one module; :func:`normmatters.convert` makes it of timm's ``BatchNormAct2d``.
+
+    Example::
+
+        >>> bn = LpBatchNormAct2d(8, p=1)
+        >>> bn.drop, bn.activation = nn.Identity(), nn.SiLU()
+        >>> bn(torch.randn(2, 8, 4, 4)).shape
+        torch.Size([2, 8, 4, 4])
+    """

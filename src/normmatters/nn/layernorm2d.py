@@ -1,0 +1,38 @@
+"""Layer norm over the channels of (N, C, H, W): what ConvNeXt calls ``LayerNorm2d``."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from normmatters.nn.layernorm import L1LayerNorm, LpLayerNorm
+
+
+class ChannelsFirst:
+    """For a layer norm: the normalized dimension is dimension 1 of four."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalize each pixel of ``input``, (N, C, H, W), over its channels."""
+        if input.dim() != 4:
+            raise ValueError(f"expected 4D input, (N, C, H, W), got {input.dim()}D input")
+        output: Tensor = super().forward(input.permute(0, 2, 3, 1))  # type: ignore[misc]
+        return output.permute(0, 3, 1, 2)
+
+
+class LpLayerNorm2d(ChannelsFirst, LpLayerNorm):
+    """:class:`LpLayerNorm` of each pixel of (N, C, H, W) over its channels. Fastest in channels_last.
+
+    Example::
+
+        >>> LpLayerNorm2d(16, p=1.5)(torch.randn(2, 16, 4, 4)).shape
+        torch.Size([2, 16, 4, 4])
+    """
+
+
+class L1LayerNorm2d(ChannelsFirst, L1LayerNorm):
+    """:class:`L1LayerNorm` of each pixel of (N, C, H, W) over its channels. Fastest in channels_last.
+
+    Example::
+
+        >>> L1LayerNorm2d(16)(torch.randn(2, 16, 4, 4)).shape
+        torch.Size([2, 16, 4, 4])
+    """
