@@ -1,0 +1,145 @@
+"""Bytes that a forward pass keeps for the backward pass, layer by layer, now and after a conversion.
+
+They are counted on a *ghost*: a copy of the model whose tensors have a shape but no memory. So nothing is computed, and
+a batch for a large GPU is measured on any machine. The GPU kernels are asked what they would keep, not launched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
+
+from normmatters.kernels import dispatch
+from normmatters.nn.batchnorm import _LpBatchNorm
+
+__all__ = ["Ghosts", "Kept"]
+
+
+class Kept(NamedTuple):
+    """Bytes kept for the backward pass: now, and after ``convert`` with ``memory="exact"`` and ``"lean"`` on a GPU.
+
+    A tensor that several layers keep is counted once, for the last of them: the input of a layer is the layer's.
+    ``exact`` and ``lean`` are None where no kernel can be asked (triton is not installed).
+
+    >>> Kept(now=100, exact=112, lean=12).saved
+    88
+    """
+
+    now: int
+    exact: int | None
+    lean: int | None
+
+    @property
+    def saved(self) -> int:
+        """What the best conversion saves; 0 where none does."""
+        return max(0, *(self.now - after for after in (self.exact, self.lean) if after is not None), 0)
+
+
+class Ghosts:
+    """Makes ghosts, and counts what they keep.
+
+    Args:
+        dtype: of their floating-point tensors; None is each tensor's own.
+
+    >>> ghosts = Ghosts()
+    >>> layer = ghosts.of(nn.BatchNorm1d(4))
+    >>> ghosts.keeps(layer, torch.randn(8, 4))  # the input (8×4), mean and deviation (4 each), 4 bytes a number
+    ({'': 160}, {'': (8, 4)})
+    """
+
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        self.dtype = dtype
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def of(self, model: nn.Module) -> nn.Module:
+        """A copy of the model in training mode; no parameter or buffer of it is copied."""
+        memo: dict[int, Any] = {}
+        for t in [*model.parameters(), *model.buffers()]:
+            ghost = self._tensor(t)
+            memo[id(t)] = nn.Parameter(ghost, t.requires_grad) if isinstance(t, nn.Parameter) else ghost
+        return copy.deepcopy(model, memo).train()
+
+    def _tensor(self, t: Tensor) -> Tensor:
+        dtype = self.dtype if self.dtype is not None and t.is_floating_point() else t.dtype
+        with self.mode:
+            return torch.empty_strided(t.shape, t.stride(), dtype=dtype)
+
+    def compare(
+        self, before: nn.Module, after: nn.Module, example_input: Any
+    ) -> tuple[dict[str, Kept], dict[str, tuple[int, ...]], Kept]:
+        """Bytes by layer, input shapes by layer, and the whole model's bytes; ``after`` is ``before`` converted."""
+        now, inputs = self.keeps(before, example_input)
+        exact: dict[str, int] | None = None
+        lean: dict[str, int] | None = None
+        if not dispatch._TRITON_MISSING:
+            with _kernels_everywhere():
+                exact, _ = self.keeps(after, example_input)
+                for module in after.modules():
+                    if isinstance(module, _LpBatchNorm):
+                        module.memory = "lean"
+                lean, _ = self.keeps(after, example_input)
+
+        def kept(total: Callable[[dict[str, int]], int]) -> Kept:
+            return Kept(total(now), None if exact is None else total(exact), None if lean is None else total(lean))
+
+        layers = {name: kept(partial(_size_of, name)) for name in inputs}
+        return layers, inputs, kept(lambda sizes: sum(sizes.values()))
+
+    def keeps(self, ghost: nn.Module, example_input: Any) -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
+        """Bytes that a forward pass keeps, and the shape of the first input, by the module that was running."""
+        own = {t.untyped_storage()._cdata for t in [*ghost.parameters(), *ghost.buffers()]}
+        running = [""]
+        inputs: dict[str, tuple[int, ...]] = {}
+        kept: dict[int, tuple[str, Tensor]] = {}  # the tensors are held, so that no storage takes another's place
+
+        def enter(name: str, _: nn.Module, args: tuple[Any, ...]) -> None:
+            running.append(name)
+            if args and isinstance(args[0], Tensor):
+                inputs.setdefault(name, tuple(args[0].shape))
+
+        def leave(*_: Any) -> None:
+            running.pop()
+
+        def pack(t: Tensor) -> Tensor:
+            storage = t.untyped_storage()._cdata
+            if storage not in own:
+                kept[storage] = (running[-1], t)
+            return t
+
+        handles = []
+        for name, module in ghost.named_modules():
+            handles.append(module.register_forward_pre_hook(partial(enter, name)))
+            handles.append(module.register_forward_hook(leave, always_call=True))
+        x = tree_map_only(Tensor, self._tensor, example_input)
+        try:
+            with self.mode, torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), torch.enable_grad():
+                _ = ghost(**x) if isinstance(x, Mapping) else ghost(*x) if isinstance(x, tuple | list) else ghost(x)
+        finally:
+            for handle in handles:
+                handle.remove()
+        sizes: dict[str, int] = {}
+        for name, t in kept.values():
+            sizes[name] = sizes.get(name, 0) + t.untyped_storage().nbytes()
+        return sizes, inputs
+
+
+def _size_of(name: str, sizes: dict[str, int]) -> int:
+    return sizes.get(name, 0)
+
+
+@contextlib.contextmanager
+def _kernels_everywhere() -> Iterator[None]:
+    """Let the dispatcher choose for tensors without memory as it does for those on a GPU. No kernel is launched."""
+    before, dispatch._INTERPRETED = dispatch._INTERPRETED, True
+    try:
+        yield
+    finally:
+        dispatch._INTERPRETED = before

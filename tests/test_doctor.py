@@ -1,0 +1,182 @@
+"""The doctor's findings: norms, invariance, steps, memory; and that the patient is unchanged."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
+
+import normmatters as nm
+from models import ResNet, batch
+from normmatters.doctor import Spread, diagnose
+from normmatters.kernels import dispatch
+
+
+def small() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.LayerNorm(64), nn.Linear(64, 2)
+    )
+
+
+def test_a_resnet_is_known_layer_by_layer() -> None:
+    model, x = ResNet(width=4), batch().float()
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    found = diagnose(model, x, lr=0.2, weight_decay=1e-3, momentum=0.5)
+    report = nm.ConversionReport()
+    nm.convert(ResNet(width=4), report=report)
+    assert [(n.name, n.norm, n.becomes, n.fused, n.note) for n in found.norms] == [
+        (c.name, c.before, c.after, c.fused, c.note) for c in report.changes
+    ]
+    convolutions = [f"{name}.weight" for name, m in model.named_modules() if isinstance(m, nn.Conv2d)]
+    assert [w.name for w in found.weights if w.step is not None] == convolutions  # a norm follows each
+    first = found.weights[0]
+    lengths = model.conv1.weight.detach().flatten(1).norm(dim=1)
+    assert first.length == pytest.approx(Spread.of(lengths))
+    assert first.step == pytest.approx(Spread.of(0.2 / lengths**2))
+    assert found.weights[-1].name == "fc.weight"
+    assert found.weights[-1].invariant == "no"
+    assert found.kept is not None
+    assert found.kept.lean is not None
+    norms = sum(n.kept.now - n.kept.lean for n in found.norms if n.kept and n.kept.lean is not None)
+    assert 0 < found.kept.now - found.kept.lean <= norms * 1.5
+    assert math.isclose(found.recipe.angle, math.sqrt(2 * 0.2 * 1e-3 / 1.5))
+    assert f"{found.recipe.angle:.4g} rad" in str(found)
+    assert model.training
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_layer_norms_are_left_or_converted_as_asked() -> None:
+    model, x = small(), torch.randn(4, 3, 6, 6)
+    left = {n.name: n for n in diagnose(model, x, invariance=False).norms}
+    assert left["4"].becomes is None
+    assert "layer_norm" in left["4"].note
+    asked = {n.name: n for n in diagnose(model, x, norm="topk", layer_norm=1, invariance=False).norms}
+    assert (asked["1"].becomes, asked["4"].becomes) == ("TopKBatchNorm2d", "L1LayerNorm")
+    assert all(w.invariant is None and w.step is not None for w in diagnose(model, x, invariance=False).weights)
+
+
+def test_invariance_by_channel_and_by_tensor() -> None:
+    weights = {w.name: w for w in diagnose(small(), torch.randn(20, 3, 6, 6), lr=0.1).weights}
+    assert weights["0.weight"].invariant == "channel, dim 0"
+    assert weights["5.weight"].step is None
+    linear = nn.Sequential(nn.Linear(8, 6, bias=False), nn.LayerNorm(6), nn.Linear(6, 2))
+    (whole, last) = diagnose(linear, torch.randn(5, 8), lr=0.1).weights
+    assert (whole.invariant, whole.dim) == ("tensor", None)
+    length = linear[0].weight.norm().item()
+    assert whole.step == pytest.approx((0.1 / length**2,) * 3)
+    assert last.length is not None
+
+
+def test_norms_of_weights_and_of_other_packages_are_named() -> None:
+    class LlamaRMSNorm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * x.square().mean(-1, keepdim=True).rsqrt() * self.weight
+
+    class NormedBlock(nn.Module):  # its name says so, but the norm is its child
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.GroupNorm(2, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(x)  # type: ignore[no-any-return]
+
+    model = nn.Sequential(
+        nm.bounded_weight_norm(nn.Linear(4, 4)), weight_norm(nn.Linear(4, 4)), LlamaRMSNorm(), NormedBlock()
+    )
+    found = diagnose(model, torch.randn(3, 4), invariance=False)
+    assert [(n.name, n.norm) for n in found.norms] == [
+        ("0.weight", "BoundedWeight"),
+        ("1.weight", "_WeightNorm"),
+        ("2", "LlamaRMSNorm"),
+        ("3.norm", "GroupNorm"),
+    ]
+
+
+def test_a_checkpoint_alone_gives_names_and_lengths() -> None:
+    model = small()
+    found = diagnose({f"module.{name}": t for name, t in model.state_dict().items()}, lr=0.1)
+    assert [(n.name, n.norm) for n in found.norms] == [("1", "batch norm"), ("4", "layer, group or RMS norm")]
+    assert [w.name for w in found.weights] == ["0.weight", "5.weight"]
+    lengths = model[0].weight.detach().flatten(1).norm(dim=1)
+    assert found.weights[0].step == pytest.approx(Spread.of(0.1 / lengths**2))
+    assert found.kept is None
+    assert "give the model" in found.notes[0]
+    with pytest.raises(ValueError, match="no tensors"):
+        diagnose({"epoch": 3})  # type: ignore[dict-item]
+
+
+def test_what_cannot_be_found_is_said() -> None:
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.norm = nn.BatchNorm1d(4)
+            self.count = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count += 1
+            return self.norm(self.linear(x)) * (self.count if x.sum().item() > 0 else 1)  # type: ignore[no-any-return]
+
+    found = diagnose(Branches(), torch.ones(6, 4))
+    assert found.kept is None
+    assert len(found.notes) == 2
+    assert "memory was not measured: DataDependentOutputException" in found.notes[0]
+    assert "different outputs" in found.notes[1]
+    assert found.norms[0].becomes == "L1BatchNorm1d"  # what needs no input is there
+    assert diagnose(nn.BatchNorm1d(4), torch.randn(6, 4)).weights == ()
+    assert diagnose(small()).notes == ("without an input neither memory nor scale invariance is found",)
+
+
+def test_without_triton_memory_after_convert_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_TRITON_MISSING", "triton is not installed")
+    found = diagnose(small(), torch.randn(4, 3, 6, 6), invariance=False)
+    assert found.kept is not None
+    assert found.kept.now > 0
+    assert found.kept[1:] == (None, None)
+    assert "memory after convert was not measured: triton is not installed" in str(found)
+
+
+def test_a_model_without_memory_is_measured() -> None:
+    with torch.device("meta"):
+        model = small()
+    found = diagnose(model, torch.empty(4, 3, 6, 6, device="meta"))
+    assert found.kept == diagnose(small(), torch.randn(4, 3, 6, 6), invariance=False).kept
+    assert all(w.length is None for w in found.weights)
+
+
+def test_it_prints_and_is_plain_data() -> None:
+    model = small()
+    nn.init.zeros_(model[0].weight[0])
+    found = diagnose(model, torch.randn(4, 3, 6, 6), invariance=False)
+    assert found.weights[0].step is not None
+    assert found.weights[0].step.largest == math.inf
+    data: Any = json.loads(json.dumps(found.as_dict(), allow_nan=False))
+    assert data["weights"][0]["step"]["largest"] is None
+    assert data["norms"][0]["kept"] == found.norms[0].kept._asdict()  # type: ignore[union-attr]
+    assert data["recipe"]["weight_decay"] == 5e-4
+    text = str(found)
+    assert "1      BatchNorm2d  4×4×4×4" in text
+    assert "convert would replace 1 and fuse 1" in text
+    still = diagnose(model, weight_decay=0.0)
+    assert "rad a step" not in str(still)
+
+
+def test_wrong_arguments_are_refused() -> None:
+    with pytest.raises(ValueError, match="lr"):
+        diagnose(small(), lr=-1.0)
+    with pytest.raises(TypeError, match=r"torch\.nn\.Module"):
+        diagnose(3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="norm must be one of"):
+        diagnose(small(), norm="l7")
+    with pytest.raises(ValueError, match="run it once first"):
+        diagnose(nn.Sequential(nn.LazyLinear(3)))
