@@ -13,6 +13,8 @@ try:
 except ImportError:  # the library itself needs neither
     sys.exit('The command needs a few more packages: pip install "normmatters[lab]"')
 
+from normmatters.cli_doctor import doctor
+
 if TYPE_CHECKING:
     from normmatters.lab.report import Report
     from normmatters.lab.reproduce import Job
@@ -27,6 +29,7 @@ _HELP = """Norm-aware training, and every figure and table of "Norm matters" by 
   normmatters reproduce fig1 --preset cifar      [dim]Fig. 1 as it was, on CIFAR-10[/]
   normmatters train my.toml --set model.norm=l1  [dim]a run of your own[/]
   normmatters explain --lr 0.1 --wd 5e-4         [dim]what the two do together[/]
+  normmatters doctor my.module:net --input 8,3,32,32  [dim]what do my norms do, and cost?[/]
   normmatters bench layers --smoke               [dim]is L1 batch norm faster here?[/]
 """
 
@@ -323,6 +326,9 @@ def explain(
     from normmatters.optim import recipe
 
     Console().print(recipe.render(recipe.explain(lr, wd, momentum)), highlight=False, markup=False, soft_wrap=True)
+
+
+app.command(rich_help_panel="The library")(doctor)
 
 
 @data_app.command("prepare")
