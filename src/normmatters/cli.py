@@ -147,7 +147,7 @@ def reproduce(
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     workers = min(jobs or (1 if kind.startswith("cuda") else cores), max(len(waiting), 1))
     check_memory([job.config for job in waiting], workers, kind)
-    _place(waiting, kind, max(1, cores // workers))
+    _place(waiting, kind, max(1, cores // workers), workers)
     failed = []
     if waiting:
         from normmatters.lab.progress import RunsView
@@ -201,13 +201,14 @@ def _device(name: str) -> str:
     return name
 
 
-def _place(jobs: list[Job], device: str, threads: int) -> None:
-    """Put the runs on the device, the cores shared out among them; neither changes what a run is."""
+def _place(jobs: list[Job], device: str, threads: int, workers: int) -> None:
+    """Put the runs on the device, the cores shared out among them; nothing of it changes what a run is."""
     from normmatters.lab.config import apply_overrides
 
     for job in jobs:
         own = job.config.runtime.threads or threads
-        job.config = apply_overrides(job.config, [f"runtime.device={device}", f"runtime.threads={own}"])
+        placed = [f"runtime.device={device}", f"runtime.threads={own}", f"runtime.side_by_side={workers}"]
+        job.config = apply_overrides(job.config, placed)
 
 
 def _tell(console: Console, report: Report) -> None:

@@ -128,8 +128,10 @@ def test_what_differs_from_the_paper_is_said(tmp_path: Path) -> None:
     quick = differences(collect([tmp_path / "quick"]).results.values())
     assert ("data", "scikit-learn digits (8×8 grey images)", "CIFAR-10") in quick
     assert {what for what, _, _ in quick} >= {"data", "network", "epochs"}
-    assert differences(collect([tmp_path / "cifar"]).results.values()) == []
-    page = write_report([tmp_path / "cifar"], tmp_path / "a", images=False).html.read_text()
+    assert differences(collect([tmp_path / "cifar"]).results.values()) == [("precision", "bf16 autocast", "fp32")]
+    write_run(tmp_path / "full", "fig1/wd_on", preset="full")
+    assert differences(collect([tmp_path / "full"]).results.values()) == []
+    page = write_report([tmp_path / "full"], tmp_path / "a", images=False).html.read_text()
     assert "The paper’s own setting" in page
     page = write_report([tmp_path / "quick"], tmp_path / "b", images=False).html.read_text()
     assert "scikit-learn digits (8×8 grey images) instead of CIFAR-10" in page

@@ -133,6 +133,7 @@ class RuntimeConfig:
     """How it is run; nothing here changes a number by more than rounding.
 
     A checkpoint is written every ``checkpoint_every`` epochs, if the last one is ``checkpoint_seconds`` old or more.
+    ``side_by_side``: how many runs shared the device (set by ``--jobs``); times are then not this run's alone.
     """
 
     device: str = "auto"
@@ -148,6 +149,7 @@ class RuntimeConfig:
     length_penalty: float = 0.6
     tensorboard: bool = False
     threads: int | None = None
+    side_by_side: int = 1
     deterministic: bool = True
 
 
@@ -298,7 +300,7 @@ def _check_values(config: RunConfig, origin: str) -> None:
         "none or compile: texts differ in shape",
         "cudagraph",
     )
-    for key in ("checkpoint_every", "keep_checkpoints", "eval_every", "beam"):
+    for key in ("checkpoint_every", "keep_checkpoints", "eval_every", "beam", "side_by_side"):
         need(getattr(runtime, key) >= 1, f"runtime.{key}", "at least 1", getattr(runtime, key))
 
 
@@ -333,7 +335,10 @@ def _toml_value(value: Any) -> str:
 # Changing these does not make another run: its finished result stays valid.
 _NOT_HASHED = {
     "label": None,
-    "runtime": {"device", "checkpoint_every", "checkpoint_seconds", "keep_checkpoints", "tensorboard", "threads"},
+    "runtime": {
+        *("device", "checkpoint_every", "checkpoint_seconds", "keep_checkpoints"),
+        *("tensorboard", "threads", "side_by_side"),
+    },
 }
 
 

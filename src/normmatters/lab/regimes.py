@@ -166,6 +166,10 @@ def build_regime(
     optim = config.optim
     device = next(model.parameters()).device
     capture = device.type == "cuda" and config.runtime.compile == "cudagraph"
+    # Only torch's fused SGD and Adam look at fp16's overflow themselves; for the others the scaler asks on the host.
+    own = optim.mode in ("wd_on", "wd_off", "norm_schedule")
+    capture = capture and (own or config.precision.amp != "fp16") and config.runtime.record != "step"
+    capture = capture and optim.angle is None
     groups = _groups(config, model, invariant)
     optimizer = _optimizer(optim, groups, device, capture)
     norm_schedule = None
@@ -189,8 +193,7 @@ def build_regime(
         about = {"experiment": config.experiment, "cell": config.cell, "seed": str(config.seed)}
         weights = invariant or {n: p for n, (p, _) in watched.items()}
         recorder = NormRecorder(weights, optimizer, every=record, angle=record == "step", metadata=about)
-    plain = optim.mode in ("wd_on", "wd_off") and record != "step"
-    return Regime(optimizer, optim, steps_per_epoch, norm_schedule, recorder, watched, capture and plain)
+    return Regime(optimizer, optim, steps_per_epoch, norm_schedule, recorder, watched, capture)
 
 
 def _classifier(model: nn.Module) -> list[nn.Parameter]:
@@ -228,18 +231,19 @@ def _groups(config: RunConfig, model: nn.Module, invariant: ScaleInvariantParame
 
 
 def _optimizer(optim: OptimConfig, groups: list[dict[str, Any]], device: torch.device, capture: bool) -> Optimizer:
-    plain = optim.mode in ("wd_on", "wd_off")
     cuda = device.type == "cuda"
-    lr: float | Tensor = torch.tensor(optim.lr, device=device) if capture and plain else optim.lr
-    sgd: dict[str, Any] = {"lr": lr, "momentum": optim.momentum, "nesterov": optim.nesterov}
+    if capture:
+        for group in groups:  # a tensor each: a norm schedule moves the learning rate of some groups only
+            group["lr"] = torch.tensor(optim.lr, device=device)
+    sgd: dict[str, Any] = {"lr": optim.lr, "momentum": optim.momentum, "nesterov": optim.nesterov}
     if optim.mode == "wd_free":
-        return WeightDecayFreeSGD(groups, **sgd)
+        return WeightDecayFreeSGD(groups, **sgd, capturable=capture)
     if optim.mode == "angular" and optim.name == "sgd" and optim.angle is None:
-        return AngularSGD(groups, **sgd)
+        return AngularSGD(groups, **sgd, capturable=capture)
     optimizer: Optimizer
     if optim.name == "sgd":
         optimizer = SGD(groups, **sgd, fused=cuda)
     else:
         kind = Adam if optim.name == "adam" else AdamW
-        optimizer = kind(groups, lr=lr, betas=optim.betas, eps=optim.eps, fused=cuda, capturable=capture)  # type: ignore[arg-type]
+        optimizer = kind(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=cuda, capturable=capture)  # type: ignore[arg-type]
     return Angular(optimizer, optim.angle) if optim.mode == "angular" else optimizer

@@ -1,23 +1,17 @@
 """From experiments to finished runs: plan them, run several side by side, lose nothing when one fails or all stop.
 
-A run is a process of its own. What is finished is skipped, what was stopped goes on, so the same command is always the
-right one. ``plan`` decides, ``Runner`` runs; neither prints, so that a terminal, a log or a test can watch.
+What is finished is skipped, what was stopped goes on, so the same command is always the right one. ``plan`` decides,
+``Runner`` runs (``worker.py`` has the processes and threads); neither prints, so that a terminal, a log or a test can
+watch.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing as mp
-import os
-import signal
-import sys
-import threading
 import time
-import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,11 +19,14 @@ from normmatters.lab import config as _config
 from normmatters.lab.config import RunConfig
 from normmatters.lab.experiments import load_cell, load_cells
 from normmatters.lab.memory import check_memory
+from normmatters.lab.runlog import read_json
+from normmatters.lab.worker import Worker, Workers
 
 __all__ = ["Job", "Runner", "check_memory", "plan", "run_folder"]
 
 State = Literal["waiting", "running", "done", "failed", "skipped"]
 _TEXT = ("text", "numbers")
+_PLACE = ("label", "runtime.device", "runtime.threads", "runtime.side_by_side")  # where a run runs, not what it is
 
 
 @dataclass
@@ -43,7 +40,7 @@ class Job:
     state: State = "waiting"
     reason: str = ""
     started: float = 0.0
-    process: BaseProcess | None = field(default=None, repr=False)
+    worker: Worker | None = field(default=None, repr=False)
 
     @property
     def seed(self) -> int:
@@ -126,15 +123,7 @@ def _check_folder(job: Job) -> None:
 
 def _ended(folder: Path) -> bool:
     """Finished, or diverged, which is a result too: it would diverge again."""
-    return (folder / "summary.json").exists() or _read(folder / "error.json").get("kind") == "nan"
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
+    return (folder / "summary.json").exists() or (read_json(folder / "error.json") or {}).get("kind") == "nan"
 
 
 def _differing(a: RunConfig, b: RunConfig) -> list[str]:
@@ -145,7 +134,7 @@ def _differing(a: RunConfig, b: RunConfig) -> list[str]:
             names += [f"{key}.{k}: {v} and {right[key][k]}" for k, v in value.items() if right[key][k] != v]
         elif right[key] != value:
             names.append(f"{key}: {value} and {right[key]}")
-    return [n for n in names if not n.startswith(("label", "runtime.device", "runtime.threads"))]
+    return [n for n in names if not n.startswith(_PLACE)]
 
 
 class Runner:
@@ -157,12 +146,8 @@ class Runner:
     def __init__(self, jobs: list[Job], *, workers: int = 1, data_dir: str | Path | None = None) -> None:
         if workers < 1:
             raise ValueError(f"jobs must be at least 1, got {workers}")
-        self.jobs, self.workers, self.data_dir = jobs, workers, data_dir
-        # A fork of a server that has torch loaded starts in no time, and has no CUDA context to inherit.
-        kind = "forkserver" if "forkserver" in mp.get_all_start_methods() else "spawn"
-        self._context = mp.get_context(kind)
-        if kind == "forkserver":
-            self._context.set_forkserver_preload(["normmatters.lab.trainer", "sklearn.datasets", "tokenizers"])
+        self.jobs, self.workers = jobs, workers
+        self._workers = Workers(workers, data_dir)
 
     def of(self, state: State) -> list[Job]:
         return [job for job in self.jobs if job.state == state]
@@ -188,86 +173,22 @@ class Runner:
             if needed in ("failed", "skipped"):
                 job.state, job.reason = "skipped", f"its reference {job.needs} did not finish"
             elif needed == "done" and len(self.of("running")) < self.workers:
-                job.folder.mkdir(parents=True, exist_ok=True)
-                arguments = (_config.to_dict(job.config), str(job.folder), self.data_dir and str(self.data_dir))
-                process = self._context.Process(target=_run, args=arguments, daemon=True)  # type: ignore[attr-defined]
-                process.start()
-                job.process, job.state, job.started = process, "running", time.monotonic()
+                job.worker = self._workers.start(job.config, job.folder)
+                job.state, job.started = "running", time.monotonic()
 
     def _collect(self) -> None:
         for job in self.of("running"):
-            assert job.process is not None
-            if job.process.exitcode is None:
+            assert job.worker is not None
+            if job.worker.running:
                 continue
             if _ended(job.folder):
                 job.state = "done"
             else:
-                job.state, job.reason = "failed", _reason(job)
+                told = (read_json(job.folder / "error.json") or {}).get("message")
+                job.state, job.reason = "failed", str(told or job.worker.how_it_ended())
 
     def _stop(self) -> None:
-        running = [job for job in self.of("running") if job.process is not None]
+        running = [job for job in self.of("running") if job.worker is not None]
+        self._workers.stop([job.worker for job in running if job.worker is not None])
         for job in running:
-            job.process.terminate()  # type: ignore[union-attr]
-        for job in running:
-            job.process.join(5)  # type: ignore[union-attr]
-            if job.process.exitcode is None:  # type: ignore[union-attr]
-                job.process.kill()  # type: ignore[union-attr]
             job.state, job.reason = "waiting", "stopped"
-
-
-def _reason(job: Job) -> str:
-    """Why a run failed: what it said itself, else how its process ended."""
-    if message := _read(job.folder / "error.json").get("message"):
-        return str(message)
-    code = job.process.exitcode if job.process else None
-    if code is not None and code < 0:
-        return f"killed by {signal.Signals(-code).name} (out of memory?)"
-    return f"exit code {code}; see {job.folder / 'log.txt'}"
-
-
-def _run(table: dict[str, Any], folder: str, data_dir: str | None) -> None:
-    """The process of one run: silent on the terminal, gone when its parent is."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle: it ends us
-    _die_with_parent()
-    path = Path(folder)
-    with (path / "log.txt").open("a", encoding="utf-8", buffering=1) as log:
-        sys.stdout = sys.stderr = log
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
-        try:
-            _train(_config.from_dict(table, str(path)), path, data_dir)
-        except Exception as error:
-            traceback.print_exc()
-            if not _read(path / "error.json"):
-                told = {"type": type(error).__name__, "message": str(error) or type(error).__name__}
-                with contextlib.suppress(OSError):
-                    (path / "error.json").write_text(json.dumps(told), encoding="utf-8")
-            sys.exit(1)
-
-
-def _train(config: RunConfig, folder: Path, data_dir: str | None, patience_s: float = 30) -> None:
-    """Train; a folder that is busy is waited for, since a run of a killed command may take a moment to go."""
-    from normmatters.lab.runlog import RunError
-    from normmatters.lab.trainer import train
-
-    limit = time.monotonic() + patience_s
-    while True:
-        try:
-            train(config, folder, data_dir=data_dir)
-            return
-        except RunError as error:
-            if error.kind != "busy" or time.monotonic() > limit:
-                raise
-            time.sleep(0.2)
-
-
-def _die_with_parent() -> None:
-    """A parent that was killed cannot end its runs: each watches it and leaves the folder to the next command."""
-    parent = mp.parent_process()
-    if parent is not None:
-
-        def watch() -> None:
-            parent.join()
-            os._exit(1)
-
-        threading.Thread(target=watch, daemon=True).start()

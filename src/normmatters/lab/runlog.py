@@ -210,13 +210,14 @@ def _cpu_name() -> str:
 
 
 def _commit() -> str | None:
+    """Of the code that runs; where it was copied without its history, ``NORMMATTERS_COMMIT`` may name it."""
     try:
         here = Path(__file__).resolve().parent
         found = subprocess.run(
             ["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, timeout=5, check=True
         )
     except (OSError, subprocess.SubprocessError):
-        return None
+        return os.environ.get("NORMMATTERS_COMMIT")
     return found.stdout.strip()
 
 

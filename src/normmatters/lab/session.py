@@ -6,7 +6,9 @@ import atexit
 import contextlib
 import os
 import random
+import threading
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,37 +38,77 @@ def process_group(config: RunConfig) -> tuple[torch.device, Shard]:
     return device, Shard(rank, world)
 
 
+# Runs may share a process, a thread each. What they share beyond the device, torch's random state while a model is
+# built and the memory pool while a graph is captured, is one run's at a time.
+exclusive = threading.RLock()
+
+
+def seed_everything(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))  # noqa: NPY002
+    torch.manual_seed(seed)
+
+
+_switches_lock = threading.Lock()
+_in_use: list[dict[str, Any]] = []  # the switches of every run that is going on in this process
+_before: dict[str, Any] = {}  # the caller's
+
+
 @contextlib.contextmanager
 def settings(config: RunConfig, device: torch.device) -> Iterator[None]:
-    """Seeds, threads and torch's global switches for this run; the caller's are put back, so runs can follow runs."""
-    cuda = device.type == "cuda"
-    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    matmul = torch.get_float32_matmul_precision()
-    cudnn = (torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32)
-    fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    states = checkpoint.random_state()
-    random.seed(config.seed)
-    np.random.seed(config.seed % (1 << 32))  # noqa: NPY002
-    torch.manual_seed(config.seed)
-    if config.runtime.threads is not None:
-        torch.set_num_threads(config.runtime.threads)
-    if not cuda:
-        torch.use_deterministic_algorithms(config.runtime.deterministic)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a test's aid, slow
-    else:
-        torch.backends.cudnn.benchmark = True
-        torch.set_float32_matmul_precision("high" if config.precision.tf32 else "highest")
-        torch.backends.cudnn.allow_tf32 = config.precision.tf32
+    """Threads and torch's global switches for this run; the caller's, and its random state, are put back at the end.
+
+    Of runs that share the process the first sets and the last puts back, so all must want the same.
+    """
+    wanted = _wanted(config, device)
+    with _switches_lock:
+        if _in_use and wanted != _in_use[0]:
+            raise ValueError(f"runs in one process must agree on {wanted}, another one has {_in_use[0]}")
+        if not _in_use:
+            _before.update(switches=_current(device.type == "cuda"), random=checkpoint.random_state())
+            _apply(wanted)
+        _in_use.append(wanted)
     try:
         yield
     finally:
-        torch.set_num_threads(threads)
-        torch.use_deterministic_algorithms(deterministic)
-        torch.set_float32_matmul_precision(matmul)
-        torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
-        if cuda:  # a CPU run leaves cuDNN's switches alone: a program may have locked them
-            torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32 = cudnn
-        checkpoint.set_random_state(states)
+        with _switches_lock:
+            _in_use.remove(wanted)
+            if not _in_use:
+                _apply(_before.pop("switches"))
+                checkpoint.set_random_state(_before.pop("random"))
+
+
+def _wanted(config: RunConfig, device: torch.device) -> dict[str, Any]:
+    wanted: dict[str, Any] = {"threads": config.runtime.threads or torch.get_num_threads()}
+    if device.type == "cuda":
+        tf32 = config.precision.tf32
+        return wanted | {"benchmark": True, "matmul": "high" if tf32 else "highest", "allow_tf32": tf32}
+    # filling uninitialized memory is a test's aid, and slow
+    return wanted | {"deterministic": config.runtime.deterministic, "fill": False}
+
+
+def _current(cuda: bool) -> dict[str, Any]:
+    switches: dict[str, Any] = {
+        "threads": torch.get_num_threads(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "fill": torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
+        "matmul": torch.get_float32_matmul_precision(),
+    }
+    if cuda:  # a CPU run leaves cuDNN's switches alone: a program may have locked them
+        switches |= {"benchmark": torch.backends.cudnn.benchmark, "allow_tf32": torch.backends.cudnn.allow_tf32}
+    return switches
+
+
+def _apply(switches: dict[str, Any]) -> None:
+    torch.set_num_threads(switches["threads"])
+    if "deterministic" in switches:
+        torch.use_deterministic_algorithms(switches["deterministic"])
+        torch.utils.deterministic.fill_uninitialized_memory = switches["fill"]  # type: ignore[attr-defined]
+    if "matmul" in switches:
+        torch.set_float32_matmul_precision(switches["matmul"])
+    if "benchmark" in switches:
+        torch.backends.cudnn.benchmark = switches["benchmark"]
+        torch.backends.cudnn.allow_tf32 = switches["allow_tf32"]
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from normmatters import precision
 from normmatters.lab.config import PrecisionConfig
 from normmatters.lab.objective import Objective
 from normmatters.lab.regimes import Regime
+from normmatters.lab.session import exclusive
 
 _DTYPE = {"fp16": torch.float16, "bf16": torch.bfloat16}
 WARM_UP = 3  # eager steps before a capture: they are steps of the run, so that nothing has to be undone
@@ -40,7 +41,7 @@ class Stepper:
 
     With ``graph`` the first steps run eagerly on a side stream; then one step is captured with fixed input buffers and
     every later one is a copy into them and a replay. The optimizer's step is part of the graph where it can be
-    (plain SGD and Adam); otherwise it follows eagerly, which every mode and recording works with.
+    (``Regime.capturable``); otherwise it follows eagerly, which every mode and recording works with.
     """
 
     def __init__(
@@ -105,14 +106,12 @@ class Stepper:
         fresh = self._captured is None
         if self._captured is None:
             self._inputs = tuple(t.clone(memory_format=torch.preserve_format) for t in batch)
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            # thread_local: the prefetching thread may pin memory meanwhile
-            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+            self._captured = torch.cuda.CUDAGraph()
+            # thread_local: the prefetching thread may pin memory, and other runs may launch, meanwhile
+            with exclusive, torch.cuda.graph(self._captured, stream=self._stream, capture_error_mode="thread_local"):
                 self._forward_backward(self._inputs)
                 if inside:
                     self._optimizer_step()
-            self._captured = graph
         else:
             for place, value in zip(self._inputs, batch):
                 place.copy_(value, non_blocking=True)

@@ -23,7 +23,7 @@ from normmatters.lab.models import Translator, build_model
 from normmatters.lab.objective import Classification, Objective, Translation
 from normmatters.lab.regimes import Regime, build_regime, find_invariant, find_recording
 from normmatters.lab.runlog import RunError, RunFolder, RunResult, write_atomic
-from normmatters.lab.session import first_process_first, process_group, settings
+from normmatters.lab.session import exclusive, first_process_first, process_group, seed_everything, settings
 from normmatters.lab.step import Arithmetic, Stepper
 from normmatters.lab.translate import bleu, translate
 from normmatters.nn.sync import convert_sync_batchnorm
@@ -84,7 +84,9 @@ def train(
             if shard.rank == 0:
                 folder.start(config, device, fresh=not resume)
             with settings(config, device):
-                run = _Run(config, folder, device, shard, data_dir, reference_dir)
+                with exclusive:
+                    seed_everything(config.seed)
+                    run = _Run(config, folder, device, shard, data_dir, reference_dir)
                 return run.loop(progress if progress and shard.rank == 0 else (lambda _: None))
         except RunError as error:
             _fail(folder, shard, error.kind, str(error))
@@ -324,7 +326,7 @@ class _Run:
             "parameters": sum(p.numel() for p in self.model.parameters()),
             "steps_per_epoch": self.steps,
         }
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and self.config.runtime.side_by_side == 1:  # else it is that of all together
             summary["peak_memory"] = torch.cuda.max_memory_allocated(self.device)
         if self.messages:
             summary["messages"] = self.messages

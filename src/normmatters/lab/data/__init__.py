@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,7 +73,9 @@ def load_data(
         found = cifar10.find(folder) or (None if config.dir else cifar10.prepare(folder.parent))
         if found is None:
             raise ValueError(f"CIFAR-10: no test_batch.bin in {folder} (data.dir={config.dir!r})")
-        return _resident(config, *cifar10.load(found), 10, _CIFAR, seed, device, shard)
+        changed = tuple((found / name).stat().st_mtime_ns for name in cifar10.SHA256 if (found / name).exists())
+        tensors = _cifar_on_gpu(found, changed, device) if device.type == "cuda" else cifar10.load(found)
+        return _resident(config, *tensors, 10, _CIFAR, seed, device, shard)
     train, val, classes = folders.open_splits(folder, config.image_size)
     if isinstance(train, folders.ArraySource) and isinstance(val, folders.ArraySource):
         resident = config.resident if config.resident is not None else train.x.nbytes <= RESIDENT_BYTES
@@ -93,6 +96,13 @@ def load_data(
     )
     evaluation = EvalLoader(sources[1], config.eval_batch_size, shard, device)
     return ImageData(loader, evaluation, classes, train.channels, train.size, _IMAGENET[0], _IMAGENET[1])
+
+
+@functools.lru_cache(maxsize=1)
+def _cifar_on_gpu(folder: Path, changed: tuple[int, ...], device: torch.device) -> cifar10.Splits:
+    """Runs that share a process share one copy, read and checked once as long as the files stay as they are."""
+    train_x, train_y, test_x, test_y = cifar10.load(folder)
+    return train_x.to(device), train_y.to(device), test_x.to(device), test_y.to(device)
 
 
 def _margin(size: int) -> int:

@@ -31,7 +31,10 @@ _RECORD = 1 + 3 * 32 * 32
 _BYTES = 10000 * _RECORD
 
 
-def load(folder: Path) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+Splits = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def load(folder: Path) -> Splits:
     """``train_x, train_y, test_x, test_y``: uint8 N×32×32×3 and int64 labels, from the six .bin files in ``folder``."""
     parts = [_read(folder / name) for name in SHA256]
     train = np.concatenate(parts[:5])
