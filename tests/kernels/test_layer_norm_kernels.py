@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
@@ -77,8 +79,13 @@ def close(ours: Tensor, reference: Tensor | None, bound: float) -> None:
     torch.testing.assert_close(ours.double(), reference.double(), rtol=0, atol=bound * size)
 
 
+def forget_launches() -> None:
+    kernels._forward_launch.cache_clear()
+    kernels._backward_plan.cache_clear()
+
+
 @pytest.fixture
-def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Small tiles and two programs, so that a handful of rows goes through the loop several times."""
     whole = kernels.tiling_of
 
@@ -87,6 +94,9 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
         return tiling._replace(block_r=min(tiling.block_r, 4), programs=min(-(-rows // min(tiling.block_r, 4)), 2))
 
     monkeypatch.setattr(kernels, "tiling_of", cut)
+    forget_launches()
+    yield
+    forget_launches()
 
 
 @pytest.mark.parametrize("cols", [1, 3, 65, 64, 257])
@@ -202,10 +212,26 @@ def test_opcheck(l1, centered):
     x = torch.randn(3, 9, device=DEVICE, requires_grad=True)
     w = torch.randn(9, device=DEVICE, requires_grad=True)
     b = torch.randn(9, device=DEVICE, requires_grad=True) if centered else None
-    torch.library.opcheck(layer_norm_ops.layer_norm_forward, (x, w, b, 1e-5, 1.25, l1, centered))
-    _, stats = layer_norm_ops.layer_norm_forward(x, w, b, 1e-5, 1.25, l1, centered)
+    torch.library.opcheck(torch.ops.normmatters.layer_norm_forward, (x, w, b, 1e-5, 1.25, l1, centered))
+    _, stats = torch.ops.normmatters.layer_norm_forward(x, w, b, 1e-5, 1.25, l1, centered)
     arguments = (x.detach(), x.detach(), w.detach(), stats, 1.25, l1, centered, True, torch.float32, torch.bfloat16)
-    torch.library.opcheck(layer_norm_ops.layer_norm_backward, arguments)
+    torch.library.opcheck(torch.ops.normmatters.layer_norm_backward, arguments)
+
+
+def test_opcheck_without_parameters_and_strided():
+    x = torch.randn(9, 3, device=DEVICE).bfloat16().t().requires_grad_()
+    torch.library.opcheck(torch.ops.normmatters.layer_norm_forward, (x, None, None, 1e-5, 1.25, True, True))
+    y, stats = torch.ops.normmatters.layer_norm_forward(x, None, None, 1e-5, 1.25, True, True)
+    arguments = (x.detach(), None, stats, 1.25, True, True, False, torch.bfloat16, torch.bfloat16)
+    torch.library.opcheck(torch.ops.normmatters.layer_norm_backward, (y.detach(), *arguments))
+
+
+def test_differentiated_once():
+    x = torch.randn(3, 8, device=DEVICE, requires_grad=True)
+    y = layer_norm(x, (8,), None, None, 1e-5, kind="l1", constant=1.25, centered=True)
+    (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)  # using the gradient is fine
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
 
 
 def test_compiled_in_one_graph():

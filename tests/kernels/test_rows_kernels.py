@@ -56,7 +56,7 @@ def test_every_row_has_one_task():
     tensors = matrices(SHAPES)
     tables = rows.tables_of(tensors)
     assert tables is rows.tables_of([torch.empty_like(x) for x in tensors])
-    assert (tables.rows, tables.numel) == (sum(x.shape[0] for x in tensors), sum(x.numel() for x in tensors))
+    assert tables.rows == sum(x.shape[0] for x in tensors)
     lengths, counts, offsets, before = tables.layers.tolist()
     assert lengths == [x.numel() // x.shape[0] for x in tensors]
     covered = {t: torch.zeros(count, dtype=torch.int32) for t, count in enumerate(counts)}
@@ -67,7 +67,9 @@ def test_every_row_has_one_task():
             assert lengths[t] % wide == 0
             assert offsets[t] % wide == 0
     assert all((count == 1).all() for count in covered.values())
-    assert offsets[3] == sum(x.numel() for x in tensors[:3])
+    assert (offsets, tables.numel) == rows.places_of([x.numel() for x in tensors])
+    ends = [offset + x.numel() for offset, x in zip(offsets, tensors)]
+    assert all(end <= start < end + 64 and start % 64 == 0 for end, start in zip(ends, [*offsets[1:], tables.numel]))
     assert before[3] == sum(x.shape[0] for x in tensors[:3])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -35,12 +36,15 @@ def tensors() -> list[Tensor]:
     return [x.to(memory_format=torch.channels_last) if x.ndim == 4 else x for x in made]
 
 
-def check_weights(v: list[Tensor], p: float, dtype: torch.dtype) -> None:
+def check_weights(v: list[Tensor], p: float, dtype: torch.dtype, *, compiler: bool = False) -> None:
     v = [x.detach().requires_grad_() for x in v]
     rho = [torch.tensor(0.5 + i, device=DEVICE) for i in range(len(v))]
     for x, r in zip(v, rho):
         assert ops.supported(x, r, dim=0, p=p, k=None) is None
-    weights = ops.bounded_weights_of(v, rho, p, dtype)
+    if compiler:
+        weights: Sequence[Tensor] = ops.bounded_weights_of(v, rho, p, dtype)
+    else:
+        weights = ops.Together(v, p, dtype)(v, rho)
     gradients = [torch.randn(w.shape, device=DEVICE).to(dtype) for w in weights]
     torch.autograd.backward(weights, gradients)
     for x, r, w, g in zip(v, rho, weights, gradients):
@@ -69,6 +73,10 @@ def close(ours: Tensor, reference: Tensor | None, bound: float, size: float = 0.
 @pytest.mark.parametrize("p", ORDERS)
 def test_values_and_gradients(p, poisoned_empty):
     check_weights(tensors(), p, torch.float32)
+
+
+def test_operators_for_the_compiler(poisoned_empty):
+    check_weights(tensors(), 2, torch.float16, compiler=True)
 
 
 @pytest.mark.parametrize(("dtype", "out"), [(torch.float32, torch.float16), (torch.bfloat16, torch.bfloat16)])
@@ -114,10 +122,32 @@ def test_supported():
 def test_opcheck():
     v = [torch.randn(3, 5, device=DEVICE, requires_grad=True), torch.randn(2, 4, device=DEVICE, requires_grad=True)]
     rho = [torch.ones((), device=DEVICE)] * 2
-    torch.library.opcheck(ops.bounded_weights, (v, rho, 2, torch.bfloat16))
-    flat, norms = ops.bounded_weights(v, rho, kernels.INF, torch.float32)
+    torch.library.opcheck(torch.ops.normmatters.bounded_weights, (v, rho, 2, torch.bfloat16))
+    flat, norms = torch.ops.normmatters.bounded_weights(v, rho, kernels.INF, torch.float32)
     plain = [x.detach() for x in v]
-    torch.library.opcheck(ops.bounded_weights_backward, (flat.detach(), plain, rho, norms, kernels.INF))
+    torch.library.opcheck(
+        torch.ops.normmatters.bounded_weights_backward, (flat.detach(), plain, rho, norms, kernels.INF)
+    )
+
+
+def test_gradients_in_any_layout_and_missing_ones():
+    """A layer may hand back a gradient laid out otherwise than its weight, or none."""
+    v = [torch.randn(4, 3, 2, 2, device=DEVICE).to(memory_format=torch.channels_last), torch.randn(5, 6, device=DEVICE)]
+    v = [x.requires_grad_() for x in v]
+    rho = [torch.ones((), device=DEVICE)] * 2
+    g = torch.randn(4, 3, 2, 2, device=DEVICE)
+    (first, second) = torch.autograd.grad(ops.Together(v, 1, torch.float32)(v, rho)[0], v, g)
+    (expected,) = torch.autograd.grad(bounded_weight(v[0], rho[0], p=1), v[0], g)
+    torch.testing.assert_close(first, expected)
+    assert torch.equal(second, torch.zeros_like(second))
+
+
+def test_differentiated_once():
+    v, rho = [torch.randn(4, 3, device=DEVICE, requires_grad=True)], [torch.ones((), device=DEVICE)]
+    (weight,) = ops.Together(v, 2, torch.float32)(v, rho)
+    (dv,) = torch.autograd.grad(weight.square().sum(), v, create_graph=True)  # using the gradient is fine
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dv.sum().backward()
 
 
 # The model ------------------------------------------------------------------------------------------------------------
@@ -180,9 +210,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Which kernels were launched, so that no test passes by way of the plain path."""
     made: list[str] = []
     for name in ("forward", "backward"):
-        launch = getattr(kernels, name)
+        launch = getattr(kernels.Plan, name)
         monkeypatch.setattr(
-            kernels, name, lambda *args, launch=launch, name=name: (made.append(name), launch(*args))[1]
+            kernels.Plan, name, lambda *args, launch=launch, name=name: (made.append(name), launch(*args))[1]
         )
     return made
 

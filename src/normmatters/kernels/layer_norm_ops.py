@@ -1,6 +1,8 @@
-"""Layer norm and RMS norm as PyTorch operators: ``torch.ops.normmatters.layer_norm_forward`` and ``…_backward``.
+"""Layer norm and RMS norm as PyTorch operators, ``torch.ops.normmatters.layer_norm_*``, and as one eager autograd node.
 
-Both work on a matrix whose rows are normalized; :func:`layer_norm` brings any input to that shape and back.
+The operators are for the compiler and work on a matrix whose rows are normalized. In eager mode the same kernels are
+called from a :class:`torch.autograd.Function`: the dispatcher's way to a Python operator and its autograd formula costs
+more time than a small layer's kernels take.
 """
 
 from __future__ import annotations
@@ -13,6 +15,17 @@ import torch
 from torch import Tensor
 
 from normmatters.kernels.triton import layer_norm as kernels
+
+_library = torch.library.Library("normmatters", "FRAGMENT")
+
+_library.define(
+    "layer_norm_forward(Tensor x, Tensor? weight, Tensor? bias, float eps, float constant, bool l1, bool centered) "
+    "-> (Tensor, Tensor)"
+)
+_library.define(
+    "layer_norm_backward(Tensor g, Tensor x, Tensor? weight, Tensor stats, float constant, bool l1, bool centered, "
+    "bool parameters, ScalarType weight_dtype, ScalarType bias_dtype) -> (Tensor, Tensor, Tensor)"
+)
 
 
 def supported(input: Tensor, normalized_shape: Sequence[int]) -> str | None:
@@ -27,27 +40,23 @@ def supported(input: Tensor, normalized_shape: Sequence[int]) -> str | None:
     return None
 
 
-@torch.library.custom_op("normmatters::layer_norm_forward", mutates_args=())
-def layer_norm_forward(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, constant: float, l1: bool, centered: bool
-) -> tuple[Tensor, Tensor]:
+def _dense(vector: Tensor | None) -> Tensor | None:
+    return None if vector is None else vector.contiguous()
+
+
+def _forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, *arguments: Any) -> tuple[Tensor, Tensor]:
     """y, shaped like the matrix x, and the statistics of its rows that the backward pass needs."""
-    weight = None if weight is None else weight.contiguous()
-    bias = None if bias is None else bias.contiguous()
     with torch.cuda.device_of(x):  # kernels run on the current device
-        return kernels.forward(x.contiguous(), weight, bias, eps, constant, l1, centered)
+        return kernels.forward(x.contiguous(), x.shape[1:], _dense(weight), _dense(bias), *arguments)
 
 
-@layer_norm_forward.register_fake
-def _(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, constant: float, l1: bool, centered: bool
-) -> tuple[Tensor, Tensor]:
+def _fake_forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, *arguments: Any) -> tuple[Tensor, Tensor]:
+    *_, l1, centered = arguments
     stats = x.new_empty((kernels.planes(l1, centered), x.shape[0]), dtype=torch.float32)
     return torch.empty_like(x, memory_format=torch.contiguous_format), stats
 
 
-@torch.library.custom_op("normmatters::layer_norm_backward", mutates_args=())
-def layer_norm_backward(
+def _backward(
     g: Tensor,
     x: Tensor,
     weight: Tensor | None,
@@ -60,47 +69,91 @@ def layer_norm_backward(
     bias_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx, dweight and dbias; the last two are empty unless ``parameters``."""
-    weight = None if weight is None else weight.contiguous()
+    dtypes = (weight_dtype, bias_dtype) if parameters else None
     with torch.cuda.device_of(x):
-        return kernels.backward(
-            g.contiguous(), x.contiguous(), weight, stats, constant, l1, centered, parameters, weight_dtype, bias_dtype
+        dx, dweight, dbias = kernels.backward(
+            g.contiguous(), x.contiguous(), x.shape[1:], _dense(weight), stats, constant, l1, centered, dtypes
         )
+    return (
+        dx,
+        x.new_empty(0, dtype=weight_dtype) if dweight is None else dweight,
+        x.new_empty(0, dtype=bias_dtype) if dbias is None else dbias,
+    )
 
 
-@layer_norm_backward.register_fake
-def _(
-    g: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    stats: Tensor,
-    constant: float,
-    l1: bool,
-    centered: bool,
-    parameters: bool,
-    weight_dtype: torch.dtype,
-    bias_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_backward(g: Tensor, x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *_, parameters, weight_dtype, bias_dtype = arguments
     count = x.shape[1] if parameters else 0
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     return dx, x.new_empty(count, dtype=weight_dtype), x.new_empty(count, dtype=bias_dtype)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, weight, bias, _, constant, l1, centered = inputs
-    ctx.save_for_backward(x, weight, output[1])
-    ctx.mark_non_differentiable(output[1])
-    ctx.arguments = (constant, l1, centered)
-    ctx.dtypes = tuple(x.dtype if vector is None else vector.dtype for vector in (weight, bias))
+def _save(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, stats: Tensor, *kind: Any) -> None:
+    ctx.save_for_backward(x, weight, stats)
+    ctx.kind = kind
+    ctx.dtypes = (x.dtype if weight is None else weight.dtype, x.dtype if bias is None else bias.dtype)
 
 
-def _backward(ctx: Any, g: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+def _register() -> None:
+    for name, kernel, fake in (
+        ("layer_norm_forward", _forward, _fake_forward),
+        ("layer_norm_backward", _backward, _fake_backward),
+    ):
+        _library.impl(name, kernel, "CUDA")
+        _library.impl(name, kernel, "CPU")  # through Triton's interpreter
+        torch.library.register_fake(f"normmatters::{name}", fake, lib=_library)
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        x, weight, bias, _, constant, l1, centered = inputs
+        ctx.mark_non_differentiable(output[1])
+        _save(ctx, x, weight, bias, output[1], constant, l1, centered)
+
+    def backward(ctx: Any, g: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+        x, weight, stats = ctx.saved_tensors
+        needs = ctx.needs_input_grad[1:3]
+        dx, dweight, dbias = torch.ops.normmatters.layer_norm_backward(
+            g, x, weight, stats, *ctx.kind, any(needs), *ctx.dtypes
+        )
+        return dx, dweight if needs[0] else None, dbias if needs[1] else None, None, None, None, None
+
+    torch.library.register_autograd(
+        "normmatters::layer_norm_forward", backward, setup_context=setup_context, lib=_library
+    )
+
+
+_register()
+
+
+class _LayerNorm(torch.autograd.Function):
+    """The eager node: input, weight and bias keep their shapes."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: Sequence[int], eps: float, *kind: Any
+    ) -> Tensor:
+        y, stats = kernels.forward(x.contiguous(), shape, _dense(weight), _dense(bias), eps, *kind)
+        _save(ctx, x, weight, bias, stats, *kind)
+        ctx.shape = shape
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        # With gradients enabled, as for create_graph=True, the results say that they cannot be differentiated again.
+        return (_gradients_once if torch.is_grad_enabled() else _gradients)(ctx, g)
+
+
+def _gradients(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, stats = ctx.saved_tensors
-    need_weight, need_bias = ctx.needs_input_grad[1:3]
-    dx, dweight, dbias = layer_norm_backward(g, x, weight, stats, *ctx.arguments, need_weight or need_bias, *ctx.dtypes)
-    return dx, dweight if need_weight else None, dbias if need_bias else None, None, None, None, None
+    _, need_weight, need_bias, *_ = ctx.needs_input_grad
+    constant, l1, centered = ctx.kind
+    dtypes = ctx.dtypes if need_weight or need_bias else None
+    dx, dweight, dbias = kernels.backward(
+        g.contiguous(), x.contiguous(), ctx.shape, _dense(weight), stats, constant, l1, centered, dtypes
+    )
+    return dx, dweight if need_weight else None, dbias if need_bias else None, None, None, None, None, None
 
 
-layer_norm_forward.register_autograd(_backward, setup_context=_setup_context)
+_gradients_once = torch.autograd.function.once_differentiable(_gradients)
 
 
 def layer_norm(
@@ -122,9 +175,18 @@ def layer_norm(
         kind: ``"l1"`` or ``"l2"``.
         constant: the number C of s = C·statistic.
     """
-    size = math.prod(normalized_shape)
-    matrix = input.reshape(input.numel() // size, size)
-    weight = None if weight is None else weight.reshape(size)
-    bias = None if bias is None else bias.reshape(size)
-    y: Tensor = layer_norm_forward(matrix, weight, bias, eps, constant, kind == "l1", centered)[0]
-    return y.view(input.shape)
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+        size = math.prod(normalized_shape)
+        matrix = input.reshape(input.numel() // size, size)
+        weight = None if weight is None else weight.reshape(size)
+        bias = None if bias is None else bias.reshape(size)
+        l1 = kind == "l1"
+        y: Tensor = torch.ops.normmatters.layer_norm_forward(matrix, weight, bias, eps, constant, l1, centered)[0]
+        return y.view(input.shape)
+    if input.is_cuda and input.get_device() != torch.cuda.current_device():
+        with torch.cuda.device(input.device):  # kernels run on the current device
+            return layer_norm(
+                input, normalized_shape, weight, bias, eps, kind=kind, constant=constant, centered=centered
+            )
+    y = _LayerNorm.apply(input, weight, bias, normalized_shape, eps, constant, kind == "l1", centered)
+    return y

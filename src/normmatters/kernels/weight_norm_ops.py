@@ -1,12 +1,15 @@
-"""Bounded weight norm of many layers as operators: ``torch.ops.normmatters.bounded_weights`` and its backward.
+"""Bounded weight norm of many layers: ``torch.ops.normmatters.bounded_weights`` for the compiler, and an eager node.
 
-One autograd node for all layers. The operators speak of one flat buffer, because the outputs of an operator may not
-share memory; :func:`bounded_weights_of` cuts it into weights, and autograd joins their gradients again.
+The operators speak of one flat buffer, because the outputs of an operator may not share memory;
+:func:`bounded_weights_of` cuts it into weights, and autograd joins their gradients again. In eager mode
+:class:`Together` calls the same kernels from a :class:`torch.autograd.Function`, without the dispatcher's long way to a
+Python operator, and the kernels read the gradients where the layers left them.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +17,12 @@ from torch import Tensor
 
 from normmatters.kernels import dispatch
 from normmatters.kernels.triton import weight_norm as kernels
+from normmatters.kernels.triton.rows import places_of
+
+_library = torch.library.Library("normmatters", "FRAGMENT")
+
+_library.define("bounded_weights(Tensor[] v, Tensor[] rho, int p, ScalarType dtype) -> (Tensor, Tensor)")
+_library.define("bounded_weights_backward(Tensor g, Tensor[] v, Tensor[] rho, Tensor norms, int p) -> Tensor")
 
 
 def supported(v: Tensor, rho: Tensor, *, dim: int | None, p: float, k: int | None) -> str | None:
@@ -41,72 +50,169 @@ def _memory_order(v: Tensor) -> list[int]:
     return sorted(range(v.ndim), key=lambda d: -strides[d])
 
 
-def _shaped(flat: Tensor, like: Tensor) -> Tensor:
-    """A stretch of the flat buffer with the shape and memory order of ``like``."""
-    order = _memory_order(like)
-    if order == list(range(like.ndim)):
-        return flat.view(like.shape)
-    inverse = [order.index(d) for d in range(like.ndim)]
-    return flat.view([like.shape[d] for d in order]).permute(inverse)
-
-
-def _cut(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
-    return [_shaped(piece, one) for piece, one in zip(flat.split([x.numel() for x in like]), like)]
-
-
-@torch.library.custom_op("normmatters::bounded_weights", mutates_args=())
-def bounded_weights(v: list[Tensor], rho: list[Tensor], p: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _bounded_weights(v: list[Tensor], rho: list[Tensor], p: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """ρ·v/‖v‖_p of all tensors as one flat buffer of ``dtype``, and the norms of all rows. p: 1, 2, or 0 for ∞."""
     with torch.cuda.device_of(v[0]):  # kernels run on the current device
-        return kernels.forward(v, rho, p, dtype)
+        return _plan_of(v, p, dtype).forward(v, rho)
 
 
-@bounded_weights.register_fake
-def _(v: list[Tensor], rho: list[Tensor], p: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _fake_bounded_weights(v: list[Tensor], rho: list[Tensor], p: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     numel, rows = kernels.sizes(v)
     return v[0].new_empty(numel, dtype=dtype), v[0].new_empty(rows, dtype=torch.float32)
 
 
-@torch.library.custom_op("normmatters::bounded_weights_backward", mutates_args=())
-def bounded_weights_backward(g: Tensor, v: list[Tensor], rho: list[Tensor], norms: Tensor, p: int) -> Tensor:
+def _bounded_weights_backward(g: Tensor, v: list[Tensor], rho: list[Tensor], norms: Tensor, p: int) -> Tensor:
     """The gradients of all v as one flat buffer."""
+    g = g.contiguous()
+    begin, size = g.data_ptr(), g.element_size()
     with torch.cuda.device_of(v[0]):
-        return kernels.backward(g.contiguous(), v, rho, norms, p)
+        places, _ = places_of([x.numel() for x in v])
+        return _plan_of(v, p, g.dtype).backward([begin + place * size for place in places], v, rho, norms)
 
 
-@bounded_weights_backward.register_fake
-def _(g: Tensor, v: list[Tensor], rho: list[Tensor], norms: Tensor, p: int) -> Tensor:
+def _fake_bounded_weights_backward(g: Tensor, v: list[Tensor], rho: list[Tensor], norms: Tensor, p: int) -> Tensor:
     return v[0].new_empty(kernels.sizes(v)[0])
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    v, rho, p, _ = inputs
-    ctx.save_for_backward(*v, *rho, output[1])
-    ctx.mark_non_differentiable(output[1])
-    ctx.p = p
+_plans: dict[Any, kernels.Plan] = {}
 
 
-def _backward(ctx: Any, g: Tensor, _: Any) -> tuple[list[Tensor], list[None], None, None]:
-    *tensors, norms = ctx.saved_tensors
-    v, rho = tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :]
-    return _cut(bounded_weights_backward(g, v, rho, norms, ctx.p), v), [None] * len(rho), None, None
+def _plan_of(v: list[Tensor], p: int, dtype: torch.dtype) -> kernels.Plan:
+    key = (v[0].device, v[0].dtype, p, dtype, tuple([x.shape for x in v]))
+    plan = _plans.get(key)
+    if plan is None:
+        plan = _plans[key] = kernels.Plan(v, p, dtype)
+    return plan
 
 
-bounded_weights.register_autograd(_backward, setup_context=_setup_context)
+def _cut(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
+    """The pieces of the flat buffer, each with the shape and memory order of its tensor."""
+    places, end = places_of([x.numel() for x in like])
+    # Split, and not sliced: its gradient is one concatenation. What lies between the pieces is split off as well.
+    sizes: list[int] = []
+    first: list[int] = []
+    for x, place, following in zip(like, places, [*places[1:], end]):
+        first.append(len(sizes))
+        gap = following - place - x.numel()
+        sizes += [x.numel(), gap] if gap else [x.numel()]
+    pieces = flat.split(sizes)
+    return [_shaped(pieces[i], x) for i, x in zip(first, like)]
+
+
+def _shaped(piece: Tensor, like: Tensor) -> Tensor:
+    order = _memory_order(like)
+    if order == list(range(like.ndim)):
+        return piece.view(like.shape)
+    inverse = [order.index(d) for d in range(like.ndim)]
+    return piece.view([like.shape[d] for d in order]).permute(inverse)
+
+
+def _register() -> None:
+    for name, kernel, fake in (
+        ("bounded_weights", _bounded_weights, _fake_bounded_weights),
+        ("bounded_weights_backward", _bounded_weights_backward, _fake_bounded_weights_backward),
+    ):
+        _library.impl(name, kernel, "CUDA")
+        _library.impl(name, kernel, "CPU")  # through Triton's interpreter
+        torch.library.register_fake(f"normmatters::{name}", fake, lib=_library)
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        v, rho, p, _ = inputs
+        ctx.save_for_backward(*v, *rho, output[1])
+        ctx.mark_non_differentiable(output[1])
+        ctx.p = p
+
+    def backward(ctx: Any, g: Tensor, _: Any) -> tuple[list[Tensor], list[None], None, None]:
+        *tensors, norms = ctx.saved_tensors
+        v, rho = tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :]
+        dv = torch.ops.normmatters.bounded_weights_backward(g, v, rho, norms, ctx.p)
+        return _cut(dv, v), [None] * len(rho), None, None
+
+    torch.library.register_autograd("normmatters::bounded_weights", backward, setup_context=setup_context, lib=_library)
+
+
+_register()
+
+
+def _code(p: float) -> int:
+    return kernels.INF if p == math.inf else int(p)
 
 
 def bounded_weights_of(v: list[Tensor], rho: list[Tensor], p: float, dtype: torch.dtype) -> list[Tensor]:
-    """The weights ρ·v/‖v‖_p of many layers, each shaped and laid out as its v, in ``dtype``.
+    """The weights ρ·v/‖v‖_p of many layers, each shaped and laid out as its v, in ``dtype``; by the operators.
 
     Args:
         v: tensors of one device and dtype for which :func:`supported` has no objection.
         rho: a scalar for each.
         p: 1, 2 or ``math.inf``.
     """
-    # Rows of odd lengths last: they would push all that follow them out of line for wide loads.
-    order = sorted(range(len(v)), key=lambda i: v[i].numel() // v[i].shape[0] % 4 != 0)
-    tensors = [v[i] for i in order]
-    code = kernels.INF if p == math.inf else int(p)
-    flat: Tensor = bounded_weights(tensors, [rho[i] for i in order], code, dtype)[0]
-    weights = dict(zip(order, _cut(flat, tensors)))
-    return [weights[i] for i in range(len(v))]
+    return _cut(torch.ops.normmatters.bounded_weights(v, rho, _code(p), dtype)[0], v)
+
+
+class Together:
+    """:func:`bounded_weights_of` for eager mode: made once for tensors of these shapes and strides, called often.
+
+    Example::
+
+        >>> v, rho = [torch.randn(4, 3, device="cuda")], [torch.ones((), device="cuda")]
+        >>> (weight,) = Together(v, 2, torch.float16)(v, rho)
+    """
+
+    def __init__(self, v: Sequence[Tensor], p: float, dtype: torch.dtype) -> None:
+        self.plan = kernels.Plan(v, _code(p), dtype)
+        places, _ = places_of([x.numel() for x in v])
+        self._views = [(x.shape, x.stride(), place) for x, place in zip(v, places)]
+
+    def __call__(self, v: Sequence[Tensor], rho: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        device = v[0].device
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):  # kernels run on the current device
+                return self(v, rho)
+        weights: tuple[Tensor, ...] = _BoundedWeights.apply(self, rho, *v)
+        return weights
+
+    def cut(self, flat: Tensor) -> tuple[Tensor, ...]:
+        """The pieces of a flat buffer, each shaped and laid out as its v."""
+        return tuple([flat.as_strided(*view) for view in self._views])
+
+    def addresses(self, gradients: Sequence[Tensor]) -> tuple[list[int], list[Tensor]]:
+        """Where gradients laid out as v are, and what must be kept until they have been read."""
+        laid = [
+            g if g.stride() == stride else _laid_out(g, stride) for g, (_, stride, _) in zip(gradients, self._views)
+        ]
+        return [g.data_ptr() for g in laid], laid
+
+
+def _laid_out(x: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """``x`` with these strides; those of dimensions of size 1 do not matter."""
+    if all(size == 1 or a == b for size, a, b in zip(x.shape, x.stride(), stride)):
+        return x
+    return torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x)
+
+
+class _BoundedWeights(torch.autograd.Function):
+    """The eager node of all layers' weights."""
+
+    @staticmethod
+    def forward(ctx: Any, together: Together, rho: Sequence[Tensor], *v: Tensor) -> tuple[Tensor, ...]:
+        flat, norms = together.plan.forward(v, rho)
+        ctx.save_for_backward(norms, *v)
+        ctx.together, ctx.rho = together, rho
+        return together.cut(flat)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        # With gradients enabled, as for create_graph=True, the results say that they cannot be differentiated again.
+        return (_gradients_once if torch.is_grad_enabled() else _gradients)(ctx, *gradients)
+
+
+def _gradients(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    norms, *v = ctx.saved_tensors
+    together: Together = ctx.together
+    pointers, kept = together.addresses(gradients)
+    dv = together.plan.backward(pointers, v, ctx.rho, norms)
+    del kept  # freed memory is used again by later kernels of this stream only
+    return None, None, *together.cut(dv)
+
+
+_gradients_once = torch.autograd.function.once_differentiable(_gradients)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -94,34 +95,79 @@ class _Layer(NamedTuple):
     low_precision: bool
 
 
+class _Group(NamedTuple):
+    """Layers whose weights are computed in one call: they agree in these. In most models, all do."""
+
+    device: torch.device
+    v: torch.dtype
+    dtype: torch.dtype
+    p: float
+
+
 class _Fusion:
     """The hooks. An object and not closures, so that a copied model gets hooks for its own layers."""
 
     def __init__(self, layers: list[_Layer]) -> None:
         self.layers = layers
+        self._signature: Any = None
+        self._calls: list[tuple[list[int], Any]] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"layers": self.layers}  # a copy compiles and caches for itself
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["layers"])  # type: ignore[misc]
 
     def before(self, model: nn.Module, args: Any) -> None:
         if not _KERNELS or _plain_only(model):
             return
-        from normmatters.kernels.weight_norm_ops import bounded_weights_of, supported
+        from normmatters.kernels.weight_norm_ops import Together, bounded_weights_of
 
-        # One call for all weights that agree in these; in most models, for all.
-        groups: dict[tuple[torch.device, torch.dtype, torch.dtype, float], list[_Layer]] = {}
-        for layer in self.layers:
-            v, norm = layer.stack.original, layer.norm
-            if type(v) not in (nn.Parameter, Tensor):
-                continue
-            if supported(v, norm.rho, dim=norm.dim, p=norm.p, k=norm.k) is None:
-                key = (v.device, v.dtype, _dtype_for(v, layer.low_precision), float(norm.p))
-                groups.setdefault(key, []).append(layer)
-        for (_, _, dtype, p), layers in groups.items():
-            v, rho = [layer.stack.original for layer in layers], [layer.norm.rho for layer in layers]
-            for layer, weight in zip(layers, bounded_weights_of(v, rho, p, dtype)):
-                layer.norm.ready.put(weight)
+        # Straight from the dictionaries: a module's attributes take longer than all the rest.
+        v = [layer.stack._parameters["original"] for layer in self.layers]
+        rho: list[Any] = [layer.norm._buffers["rho"] for layer in self.layers]
+        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+            for group, members in self._groups(v, rho).items():
+                self._put(
+                    members,
+                    bounded_weights_of([v[i] for i in members], [rho[i] for i in members], group.p, group.dtype),
+                )
+            return
+        # All that the groups depend on. As a rule it is what it was at the last pass, and so are the launches.
+        signature = (
+            [torch.is_autocast_enabled(d) and torch.get_autocast_dtype(d) for d in ("cuda", "cpu")],
+            [(type(x), x.device, x.dtype, x.shape, x.stride(), r.device, r.dtype) for x, r in zip(v, rho)],
+        )
+        if signature != self._signature:
+            self._calls = [
+                (members, Together([v[i] for i in members], group.p, group.dtype))
+                for group, members in self._groups(v, rho).items()
+            ]
+            self._signature = signature
+        for members, together in self._calls:
+            self._put(members, together([v[i] for i in members], [rho[i] for i in members]))
 
     def after(self, model: nn.Module, args: Any, output: Any) -> None:
         for layer in self.layers:
-            layer.norm.ready.clear(layer.stack.original)
+            layer.norm.ready.clear(layer.stack._parameters["original"])
+
+    def _groups(self, v: list[Tensor], rho: list[Tensor]) -> dict[_Group, list[int]]:
+        """Which layers' weights the kernels compute together."""
+        from normmatters.kernels.weight_norm_ops import supported
+
+        groups: dict[_Group, list[int]] = {}
+        for i, (x, layer) in enumerate(zip(v, self.layers)):
+            norm = layer.norm
+            if type(x) not in (nn.Parameter, Tensor):
+                continue
+            if supported(x, rho[i], dim=norm.dim, p=norm.p, k=norm.k) is None:
+                group = _Group(x.device, x.dtype, _dtype_for(x, layer.low_precision), float(norm.p))
+                groups.setdefault(group, []).append(i)
+        return groups
+
+    def _put(self, members: list[int], weights: Sequence[Tensor]) -> None:
+        for i, weight in zip(members, weights):
+            self.layers[i].norm.ready.put(weight)
 
 
 def _dtype_for(v: Tensor, low_precision: bool) -> torch.dtype:

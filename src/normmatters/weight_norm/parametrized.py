@@ -42,8 +42,34 @@ def complete_class(module: nn.Module) -> None:
             "_update_flat_weights": _ignore,
             "forward": _rnn_forward,
         }
+    for name in _parametrizations(module):
+        methods[name] = _ready_first(name, getattr(cls, name))
     for name, method in methods.items():
         setattr(cls, name, method)
+
+
+def _ready_first(name: str, computed: property) -> property:
+    """Torch's property for a parametrized weight, and before it the weight that ``fuse`` has computed already.
+
+    Torch's takes the time of two module calls, which is long for handing out what is there.
+    """
+    compute = computed.fget
+    assert compute is not None
+    if compute.__module__ == __name__:
+        return computed  # from a call for another weight of the same module
+
+    def weight(self: nn.Module) -> Tensor:
+        stack = _parametrizations(self)._modules[name]
+        assert stack is not None
+        norm = stack._modules["0"]
+        if isinstance(norm, BoundedWeight) and len(stack._modules) == 1:
+            v = stack._parameters["original"]
+            ready = None if v is None else norm.ready.weight_for(v)
+            if ready is not None:
+                return ready
+        return compute(self)  # type: ignore[no-any-return]
+
+    return property(weight, computed.fset)
 
 
 def _parametrizations(module: nn.Module) -> nn.ModuleDict:

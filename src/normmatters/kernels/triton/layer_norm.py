@@ -18,12 +18,15 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from normmatters.kernels.triton.launch import Launch
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_FEATURES = 16384  # the longest row that 1024 threads hold in registers
@@ -323,71 +326,146 @@ def planes(l1: bool, centered: bool) -> int:
     return (1 + centered) * (1 + l1)
 
 
+#: What a compiled kernel depends on beside the shape: the dtypes of x, weight and bias (None: there is none), and
+#: whether the norm is L1 and centered.
+Kind = tuple[torch.dtype, torch.dtype | None, torch.dtype | None, bool, bool]
+
+
+# A shape's launches are kept, but not of every number of rows that ever came: with sentences it is another each time.
+@functools.lru_cache(1024)
+def _forward_launch(rows: int, cols: int, device: torch.device, kind: Kind) -> Launch:
+    dtype, weight, bias, l1, centered = kind
+    # Registers a thread, and so threads a multiprocessor: the least that compiles without spilling to memory.
+    registers, threads = (64, 1024) if cols > 1024 else (96, 640)
+    tiling = tiling_of(rows, cols, device, threads)
+    return Launch(
+        forward_kernel,
+        (tiling.programs, 1),
+        (rows, cols),
+        {
+            "HAS_WEIGHT": weight is not None,
+            "HAS_BIAS": bias is not None,
+            "L1": l1,
+            "CENTERED": centered,
+            "WHOLE": cols == tiling.block_n,
+            "PREFETCH": tiling.block_n * dtype.itemsize <= 16384,
+            "ALIGN": math.gcd(cols, 16),
+            "BLOCK_R": tiling.block_r,
+            "BLOCK_N": tiling.block_n,
+        },
+        num_warps=tiling.num_warps,
+        maxnreg=registers,
+    )
+
+
 def forward(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, constant: float, l1: bool, centered: bool
+    x: Tensor,
+    shape: Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    constant: float,
+    l1: bool,
+    centered: bool,
 ) -> tuple[Tensor, Tensor]:
-    """y and the statistics, [planes, rows] float32, of a contiguous matrix ``x``."""
-    rows, cols = x.shape
+    """y, and the statistics of the rows, [planes, rows] float32. All tensors are contiguous; a row has ``shape``."""
+    cols = math.prod(shape)
+    rows = x.numel() // cols
     y = torch.empty_like(x)
     stats = torch.empty((planes(l1, centered), rows), dtype=torch.float32, device=x.device)
     if rows == 0:
         return y, stats
-    # Registers a thread, and so threads a multiprocessor: the least that compiles without spilling to memory.
-    registers, threads = (64, 1024) if cols > 1024 else (96, 640)
-    tiling = tiling_of(rows, cols, x.device, threads)
-    prefetch = tiling.block_n * x.element_size() <= 16384
-    forward_kernel[(tiling.programs,)](
-        x, weight if weight is not None else x, bias if bias is not None else x, y, stats, rows, cols, eps, constant,
-        HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, L1=l1, CENTERED=centered,
-        WHOLE=cols == tiling.block_n, PREFETCH=prefetch, ALIGN=math.gcd(cols, 16),
-        BLOCK_R=tiling.block_r, BLOCK_N=tiling.block_n, num_warps=tiling.num_warps, maxnreg=registers,
-    )  # fmt: skip
+    dtypes = (x.dtype, None if weight is None else weight.dtype, None if bias is None else bias.dtype)
+    w = x if weight is None else weight
+    b = x if bias is None else bias
+    launch = _forward_launch(rows, cols, x.device, (*dtypes, l1, centered))
+    aligned = (x.data_ptr() | w.data_ptr() | b.data_ptr()) % 16 == 0
+    launch((x, w, b, y, stats), (eps, constant), aligned=aligned)
     return y, stats
+
+
+class BackwardPlan(NamedTuple):
+    """The launches of :func:`backward` at one shape, and how many partial sums each column has."""
+
+    rows: Launch
+    columns: Launch | None
+    finish: Launch | None
+    parts: int
+
+
+@functools.lru_cache(1024)
+def _backward_plan(
+    rows: int,
+    cols: int,
+    device: torch.device,
+    kind: Kind,
+    parameters: tuple[torch.dtype, torch.dtype] | None,
+) -> BackwardPlan:
+    dtype, weight, _, l1, centered = kind
+    tiling = tiling_of(rows, cols, device, threads=512)
+    fused = parameters is not None and tiling.block_n <= _MAX_FUSED
+    parts, strip = tiling.programs, min(128, tiling.block_n)
+    by_rows = Launch(
+        backward_kernel,
+        (tiling.programs, 1),
+        (rows, cols),
+        {
+            "HAS_WEIGHT": weight is not None,
+            "PARAMETERS": fused,
+            "L1": l1,
+            "CENTERED": centered,
+            "WHOLE": cols == tiling.block_n,
+            # float32 rows fill the registers: there is no room for the next ones.
+            "PREFETCH": tiling.block_n <= _MAX_FUSED and dtype.itemsize == 2,
+            "ALIGN": math.gcd(cols, 16),
+            "BLOCK_R": tiling.block_r,
+            "BLOCK_N": tiling.block_n,
+        },
+        num_warps=tiling.num_warps,
+        maxnreg=128 if tiling.num_warps <= 16 else 64,
+    )
+    if parameters is None:
+        return BackwardPlan(by_rows, None, None, 0)
+    columns = None
+    if not fused:
+        parts = max(1, min(-(-rows // 16), 4 * multiprocessors(device) * strip // tiling.block_n))
+        constants = {"L1": l1, "CENTERED": centered, "BLOCK_R": 16, "BLOCK_C": strip}
+        columns = Launch(columns_kernel, (-(-cols // strip), parts), (rows, cols), constants)
+    block_c = min(32, tiling.block_n)
+    constants = {"BLOCK_P": 32, "BLOCK_C": block_c}
+    finish = Launch(parameters_kernel, (-(-cols // block_c), 1), (parts, cols), constants)
+    return BackwardPlan(by_rows, columns, finish, parts)
 
 
 def backward(
     g: Tensor,
     x: Tensor,
+    shape: Sequence[int],
     weight: Tensor | None,
     stats: Tensor,
     constant: float,
     l1: bool,
     centered: bool,
-    parameters: bool,
-    weight_dtype: torch.dtype,
-    bias_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dx, and Σg·x̂ and Σg over the rows (empty unless ``parameters``)."""
-    rows, cols = x.shape
+    parameters: tuple[torch.dtype, torch.dtype] | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """dx, and Σg·x̂ and Σg over the rows, in the dtypes ``parameters`` and of ``shape``; without dtypes, no sums."""
+    cols = math.prod(shape)
+    rows = x.numel() // cols
     dx = torch.empty_like(x)
-    count = cols if parameters else 0
-    dweight = torch.empty(count, dtype=weight_dtype, device=x.device)
-    dbias = torch.empty(count, dtype=bias_dtype, device=x.device)
+    dweight = dbias = None
+    if parameters is not None:
+        dweight = torch.empty(shape, dtype=parameters[0], device=x.device)
+        dbias = torch.empty(shape, dtype=parameters[1], device=x.device)
     if rows == 0:
-        return dx, dweight.zero_(), dbias.zero_()
-    tiling = tiling_of(rows, cols, x.device, threads=512)
-    registers = 128 if tiling.num_warps <= 16 else 64
-    # float32 rows fill the registers: there is no room for the next ones.
-    prefetch = tiling.block_n <= _MAX_FUSED and x.element_size() == 2
-    fused = parameters and tiling.block_n <= _MAX_FUSED
-    parts, strip = tiling.programs, min(128, tiling.block_n)
-    if not fused:
-        parts = max(1, min(-(-rows // 16), 4 * multiprocessors(x.device) * strip // tiling.block_n))
-    part = torch.empty((2, parts, count), dtype=torch.float32, device=x.device)
-    backward_kernel[(tiling.programs,)](
-        g, x, weight if weight is not None else x, stats, dx, part, rows, cols, constant,
-        HAS_WEIGHT=weight is not None, PARAMETERS=fused, L1=l1, CENTERED=centered,
-        WHOLE=cols == tiling.block_n, PREFETCH=prefetch, ALIGN=math.gcd(cols, 16),
-        BLOCK_R=tiling.block_r, BLOCK_N=tiling.block_n, num_warps=tiling.num_warps, maxnreg=registers,
-    )  # fmt: skip
-    if not parameters:
-        return dx, dweight, dbias
-    if not fused:
-        columns_kernel[(-(-cols // strip), parts)](
-            g, x, stats, part, rows, cols, L1=l1, CENTERED=centered, BLOCK_R=16, BLOCK_C=strip, num_warps=4
-        )
-    block_c = min(32, tiling.block_n)
-    parameters_kernel[(-(-cols // block_c),)](
-        part, dweight, dbias, parts, cols, BLOCK_P=32, BLOCK_C=block_c, num_warps=4
-    )
+        return dx, None if dweight is None else dweight.zero_(), None if dbias is None else dbias.zero_()
+    kind = (x.dtype, None if weight is None else weight.dtype, None, l1, centered)
+    plan = _backward_plan(rows, cols, x.device, kind, parameters)
+    w = x if weight is None else weight
+    part = torch.empty((2, plan.parts, cols), dtype=torch.float32, device=x.device)
+    aligned = (g.data_ptr() | x.data_ptr() | w.data_ptr()) % 16 == 0
+    plan.rows((g, x, w, stats, dx, part), (constant,), aligned=aligned)
+    if plan.columns is not None:
+        plan.columns((g, x, stats, part), aligned=aligned)
+    if plan.finish is not None and dweight is not None and dbias is not None:
+        plan.finish((part, dweight, dbias))
     return dx, dweight, dbias

@@ -21,6 +21,9 @@ from torch import Tensor
 TILES = ((16, 128), (4, 512), (1, 2048))
 # Elements that one wide load takes: 16 bytes of float32.
 _WIDE = 4
+# The results of each tensor begin at a multiple of this many elements in a flat buffer: where half-precision matrix
+# kernels like their weights to begin.
+PIECE = tl.constexpr(64)
 _MAX_ADDRESS_TABLES = 256
 
 
@@ -60,13 +63,20 @@ def store_rows(ptr, value, row, col, rows, n):
     tl.store(ptr + row[:, None] * n + col[None, :], value.to(ptr.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def clear_gap(ptr, numel):
+    """Zeros from the end of a tensor's ``numel`` results to where the next tensor's begin."""
+    lane = tl.arange(0, PIECE)
+    tl.store(ptr + numel + lane, tl.zeros((PIECE,), ptr.dtype.element_ty), mask=lane < (PIECE - numel % PIECE) % PIECE)
+
+
 class Tables(NamedTuple):
     """Where the rows lie; it depends on shapes alone."""
 
-    layers: Tensor  # int64 [4, tensors]: row length, rows, elements before, rows before
+    layers: Tensor  # int64 [4, tensors]: row length, rows, where results begin in a flat buffer, rows before
     tasks: tuple[tuple[int, Tensor], ...]  # (elements a load, int32 [programs, 2]: tensor and first row)
     rows: int
-    numel: int
+    numel: int  # of the flat buffer
 
     def launches(self, *, aligned: bool) -> Iterator[tuple[int, Tensor]]:
         """Elements a load, and the tasks, of each launch: one for rows that allow wide loads, one for the others."""
@@ -77,6 +87,15 @@ _tables: dict[tuple[torch.device, tuple[tuple[int, int], ...]], Tables] = {}
 _addresses: dict[tuple[torch.device, int, tuple[int, ...]], Tensor] = {}
 
 
+def places_of(sizes: list[int]) -> tuple[list[int], int]:
+    """Where pieces of these sizes begin in one flat buffer, and the size of the buffer."""
+    places, end = [], 0
+    for size in sizes:
+        places.append(end)
+        end += -(-size // PIECE.value) * PIECE.value
+    return places, end
+
+
 def tables_of(tensors: list[Tensor]) -> Tables:
     """The tables for these shapes. They stay for good: graphs that were captured with them may still be replayed."""
     shapes = tuple((x.numel() // x.shape[0], x.shape[0]) for x in tensors)
@@ -84,23 +103,27 @@ def tables_of(tensors: list[Tensor]) -> Tables:
     if (device, shapes) not in _tables:
         layers: list[list[int]] = []
         tasks: dict[int, list[tuple[int, int]]] = {_WIDE: [], 1: []}
-        offset = rows_before = 0
-        for t, (n, rows) in enumerate(shapes):
-            layers.append([n, rows, offset, rows_before])
+        places, numel = places_of([n * rows for n, rows in shapes])
+        rows_before = 0
+        for t, ((n, rows), place) in enumerate(zip(shapes, places)):
+            layers.append([n, rows, place, rows_before])
             block = next((r for r, longest in TILES if n <= longest), 1)
-            wide = _WIDE if n % _WIDE == 0 and offset % _WIDE == 0 else 1
+            wide = _WIDE if n % _WIDE == 0 else 1
             tasks[wide] += [(t, first) for first in range(0, rows, block)]
-            offset, rows_before = offset + n * rows, rows_before + rows
+            rows_before += rows
         lists = tuple((w, torch.tensor(one, dtype=torch.int32).to(device)) for w, one in tasks.items() if one)
         matrix = torch.tensor(layers, dtype=torch.int64).t().contiguous().to(device)
-        _tables[device, shapes] = Tables(matrix, lists, rows_before, offset)
+        _tables[device, shapes] = Tables(matrix, lists, rows_before, numel)
     return _tables[device, shapes]
 
 
 def addresses_of(*lists: list[Tensor]) -> Tensor:
     """The addresses of all tensors, int64 [lists · tensors], on their device."""
-    pointers = [x.data_ptr() for tensors in lists for x in tensors]
-    device = lists[0][0].device
+    return address_table([x.data_ptr() for tensors in lists for x in tensors], lists[0][0].device)
+
+
+def address_table(pointers: list[int], device: torch.device) -> Tensor:
+    """These addresses as a tensor on ``device``, int64."""
     if device.type != "cuda":
         return torch.tensor(pointers)
     if torch.cuda.is_current_stream_capturing():

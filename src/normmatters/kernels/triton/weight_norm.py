@@ -1,6 +1,7 @@
 """Bounded weight norm of many tensors in one launch: w = ρ·v/‖v‖_p for every row (F12, F13), and its gradient.
 
-The results go into one flat buffer, in the dtype that the layers compute in. With x̂ = v/‖v‖ the gradient is
+The results go into one flat buffer, in the dtype that the layers compute in; gradients of the weights are read where
+they are. With x̂ = v/‖v‖ the gradient is
 
     dv = (ρ/‖v‖)·(g − u·⟨g, x̂⟩),   u = ∂‖v‖/∂v = x̂ (p = 2),   sign v (p = 1),   sign v on the ties of max|v|, shared
     equally (p = ∞).                                A row of zeros has no norm: w = 0 and dv = ρ·g.
@@ -8,17 +9,22 @@ The results go into one flat buffer, in the dtype that the layers compute in. Wi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from normmatters.kernels.triton.launch import Launch
 from normmatters.kernels.triton.rows import (
-    addresses_of,
-    aligned,
+    address_table,
+    clear_gap,
     load_pointer,
     load_rows,
     load_task,
+    places_of,
     store_rows,
     tables_of,
 )
@@ -100,6 +106,8 @@ def forward_kernel(
     tensor, first, rows, n, offset, norms = load_task(layers_ptr, tasks_ptr, tensors, WIDE)
     v_ptr = load_pointer(addresses_ptr, tensor, V, WIDE)
     rho = tl.load(load_pointer(addresses_ptr, tensors + tensor, tl.float32, 1))
+    if first == 0:
+        clear_gap(w_ptr + offset, rows * n)
     if n <= 128:
         _forward_rows(v_ptr, w_ptr + offset, norm_ptr + norms, rho, first, rows, n, P, 16, 128)
     elif n <= 512:
@@ -111,59 +119,86 @@ def forward_kernel(
 @triton.jit
 def backward_kernel(
     addresses_ptr,
+    gradients_ptr,
     layers_ptr,
     tasks_ptr,
-    g_ptr,
     dv_ptr,
     norm_ptr,
     tensors,
     P: tl.constexpr,
     V: tl.constexpr,
+    G: tl.constexpr,
     WIDE: tl.constexpr,
 ):
     tensor, first, rows, n, offset, norms = load_task(layers_ptr, tasks_ptr, tensors, WIDE)
+    g_ptr = load_pointer(gradients_ptr, tensor, G, WIDE)
     v_ptr = load_pointer(addresses_ptr, tensor, V, WIDE)
     rho = tl.load(load_pointer(addresses_ptr, tensors + tensor, tl.float32, 1))
+    if first == 0:
+        clear_gap(dv_ptr + offset, rows * n)
     if n <= 128:
-        _backward_rows(g_ptr + offset, v_ptr, dv_ptr + offset, norm_ptr + norms, rho, first, rows, n, P, 16, 128)
+        _backward_rows(g_ptr, v_ptr, dv_ptr + offset, norm_ptr + norms, rho, first, rows, n, P, 16, 128)
     elif n <= 512:
-        _backward_rows(g_ptr + offset, v_ptr, dv_ptr + offset, norm_ptr + norms, rho, first, rows, n, P, 4, 512)
+        _backward_rows(g_ptr, v_ptr, dv_ptr + offset, norm_ptr + norms, rho, first, rows, n, P, 4, 512)
     else:
-        _backward_rows(g_ptr + offset, v_ptr, dv_ptr + offset, norm_ptr + norms, rho, first, rows, n, P, 1, 2048)
+        _backward_rows(g_ptr, v_ptr, dv_ptr + offset, norm_ptr + norms, rho, first, rows, n, P, 1, 2048)
 
 
-def sizes(v: list[Tensor]) -> tuple[int, int]:
-    """Elements and rows of all tensors together."""
-    return sum(x.numel() for x in v), sum(x.shape[0] for x in v)
+def sizes(v: Sequence[Tensor]) -> tuple[int, int]:
+    """Elements of the flat buffer, and rows of all tensors together."""
+    return places_of([x.numel() for x in v])[1], sum(x.shape[0] for x in v)
 
 
-def forward(v: list[Tensor], rho: list[Tensor], p: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """All weights in one flat buffer, each in the memory order of its v, and the norms of all rows.
+class Plan:
+    """The launches for one list of tensors: all that follows from their shapes.
 
     Args:
         v: tensors of one device and dtype whose slices along dimension 0 are dense in memory, one after the other.
-        rho: a float32 scalar for each.
         p: 1, 2 or ``INF``.
-        dtype: of the weights.
+        dtype: of the weights and their gradients.
     """
-    tables, addresses = tables_of(v), addresses_of(v, rho)
-    w = torch.empty(tables.numel, dtype=dtype, device=v[0].device)
-    norms = torch.empty(tables.rows, dtype=torch.float32, device=v[0].device)
-    for wide, tasks in tables.launches(aligned=aligned(v)):
-        forward_kernel[(len(tasks),)](
-            addresses, tables.layers, tasks, w, norms, len(v),
-            P=p, V=DTYPES[v[0].dtype], WIDE=wide, num_warps=4,
-        )  # fmt: skip
-    return w, norms
+
+    def __init__(self, v: Sequence[Tensor], p: int, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._tables = tables_of(list(v))
+        forward: dict[str, Any] = {"P": p, "V": DTYPES[v[0].dtype]}
+        backward = {**forward, "G": DTYPES[dtype]}
+        self._forward = {aligned: self._launches(forward_kernel, forward, aligned) for aligned in (True, False)}
+        self._backward = {aligned: self._launches(backward_kernel, backward, aligned) for aligned in (True, False)}
+
+    def _launches(self, kernel: Any, constants: dict[str, Any], aligned: bool) -> list[tuple[Launch, Tensor]]:
+        tensors = self._tables.layers.shape[1]
+        return [
+            (Launch(kernel, (len(tasks), 1), (tensors,), {**constants, "WIDE": wide}), tasks)
+            for wide, tasks in self._tables.launches(aligned=aligned)
+        ]
+
+    def forward(self, v: Sequence[Tensor], rho: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """All weights in one flat buffer, at ``places_of`` their sizes and in the memory order of v; and all norms.
+
+        Args:
+            v: tensors like those that the plan was made for.
+            rho: a float32 scalar for each.
+        """
+        pointers = [x.data_ptr() for x in v]
+        addresses = address_table(pointers + [x.data_ptr() for x in rho], v[0].device)
+        w = torch.empty(self._tables.numel, dtype=self.dtype, device=v[0].device)
+        norms = torch.empty(self._tables.rows, dtype=torch.float32, device=v[0].device)
+        for launch, tasks in self._forward[_aligned(pointers)]:
+            launch((addresses, self._tables.layers, tasks, w, norms))
+        return w, norms
+
+    def backward(self, g: list[int], v: Sequence[Tensor], rho: Sequence[Tensor], norms: Tensor) -> Tensor:
+        """The gradients of all v in one flat buffer. ``g``: where the gradient of each weight is, laid out as its v."""
+        pointers = [x.data_ptr() for x in v]
+        addresses = address_table(pointers + [x.data_ptr() for x in rho], v[0].device)
+        gradients = address_table(g, v[0].device)
+        dv = torch.empty(self._tables.numel, dtype=v[0].dtype, device=v[0].device)
+        for launch, tasks in self._backward[_aligned(pointers + g)]:
+            launch((addresses, gradients, self._tables.layers, tasks, dv, norms))
+        return dv
 
 
-def backward(g: Tensor, v: list[Tensor], rho: list[Tensor], norms: Tensor, p: int) -> Tensor:
-    """The gradients of all v in one flat buffer, from ``g``, the gradient of the flat weights."""
-    tables, addresses = tables_of(v), addresses_of(v, rho)
-    dv = torch.empty(tables.numel, dtype=v[0].dtype, device=v[0].device)
-    for wide, tasks in tables.launches(aligned=aligned(v)):
-        backward_kernel[(len(tasks),)](
-            addresses, tables.layers, tasks, g, dv, norms, len(v),
-            P=p, V=DTYPES[v[0].dtype], WIDE=wide, num_warps=4,
-        )  # fmt: skip
-    return dv
+def _aligned(pointers: list[int]) -> bool:
+    """Whether a wide load may begin at each of these addresses."""
+    return all(pointer % 16 == 0 for pointer in pointers)
