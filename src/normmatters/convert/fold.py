@@ -14,12 +14,13 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.utils import parametrize
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
-from normmatters.convert.back import PLAIN_BATCH_NORMS, ThenReLU, to_torch
+from normmatters.convert.back import PLAIN_BATCH_NORMS, BatchNormAct2d, SyncBatchNormAct, ThenReLU, to_torch
 from normmatters.convert.fuse import blocks_of, has_hooks, is_sequential, slots_of
 from normmatters.convert.report import Change, ConversionReport
 from normmatters.convert.swap import check_model, replace_modules
 from normmatters.convert.trace import Untraceable, trace_block
 from normmatters.nn.batchnorm import _LpBatchNorm
+from normmatters.nn.batchnorm_act import ThenAct
 
 _log = logging.getLogger(__name__)
 
@@ -32,6 +33,7 @@ _LAYERS = (
     nn.ConvTranspose2d,
     nn.ConvTranspose3d,
 )
+_NORMS = (*PLAIN_BATCH_NORMS, BatchNormAct2d, SyncBatchNormAct)
 
 
 class AddReLU(nn.Module):
@@ -57,8 +59,9 @@ def fold(model: nn.Module, *, inplace: bool = True, report: ConversionReport | N
     """Merge each batch norm into the convolution or linear layer in front of it: the same outputs, one layer less.
 
     For deployment: first :func:`to_torch`, then every ``conv → norm`` and ``linear → norm`` becomes the layer alone,
-    with the norm's scale in its weight and the rest in its bias. Where the norm was there is an ``nn.Identity``. Works
-    for the norms of this library and for ``torch.nn``'s; what cannot be folded stays, and the report says why.
+    with the norm's scale in its weight and the rest in its bias. Where the norm was there is an ``nn.Identity``, or the
+    activation that it came with. Works for the norms of this library and for ``torch.nn``'s; what cannot be folded
+    stays, and the report says why.
 
     Args:
         model: any module in evaluation mode. Linear layers are taken to give (N, C).
@@ -93,11 +96,7 @@ def fold(model: nn.Module, *, inplace: bool = True, report: ConversionReport | N
     new: dict[nn.Module, nn.Module] = {}
     for norm, (layer, residual) in pairs.items():
         _fold_into(layer, norm)
-        if isinstance(norm, ThenReLU):
-            new[norm] = AddReLU() if residual else nn.ReLU()
-        else:
-            new[norm] = Rows() if isinstance(layer, nn.Linear) else nn.Identity()
-        new[norm].eval()
+        new[norm] = _remainder(layer, norm, residual).eval()
     for norm, name in names.items():
         if norm in new:
             after, note = type(new[norm]).__name__, f"folded into {names[pairs[norm][0]]}"
@@ -139,30 +138,45 @@ def _find(model: nn.Module) -> tuple[dict[nn.Module, tuple[nn.Module, bool]], di
             elif len(source.users) != 1:  # type: ignore[union-attr]
                 reasons[norm] = "the output of the layer in front of it is used again"
             else:
-                against = _reason_against(layer, norm)
+                residual = len(node.args) + len(node.kwargs) > 1
+                against = _reason_against(layer, norm, residual)
                 if against is None:
-                    pairs[norm] = layer, len(node.args) + len(node.kwargs) > 1
+                    pairs[norm] = layer, residual
                 else:
                     reasons[norm] = against
     return pairs, reasons
 
 
-def _reason_against(layer: Any, norm: Any) -> str | None:
-    if type(layer) not in _LAYERS or type(norm) not in PLAIN_BATCH_NORMS:
+def _reason_against(layer: Any, norm: Any, residual: bool) -> str | None:
+    if parametrize.is_parametrized(layer):
+        return "the weight in front of it is parametrized"
+    if type(layer) not in _LAYERS or type(norm) not in _NORMS:
         odd = layer if type(layer) not in _LAYERS else norm
         return f"{type(odd).__name__} is a subclass: what it adds is not known"
     if has_hooks(layer) or has_hooks(norm):
         return "hooks see its input or output"
-    if parametrize.is_parametrized(layer):
-        return "the weight in front of it is parametrized"
     if norm.running_mean is None or norm.running_var is None:
         return "it has no running statistics"
     if isinstance(layer, _ConvTransposeNd) and layer.groups > 1:
         return "the channels of a transposed convolution with groups are no slices of its weight"
+    if isinstance(layer, nn.Linear) and residual:
+        return "it is given a residual behind a linear layer"
     channels = layer.out_channels if isinstance(layer, _ConvNd) else layer.out_features
     if channels != norm.num_features:
         return f"it has {norm.num_features} channels, the layer in front of it {channels}"
     return None
+
+
+def _remainder(layer: nn.Module, norm: nn.Module, residual: bool) -> nn.Module:
+    """What stays in the norm's place: nothing, or what it did after normalizing."""
+    parts: list[nn.Module] = [Rows()] if isinstance(layer, nn.Linear) else []
+    if isinstance(norm, ThenReLU):
+        parts.append(AddReLU() if residual else nn.ReLU())
+    elif isinstance(norm, ThenAct):
+        parts += [part for part in (norm.drop, norm.activation) if not isinstance(part, nn.Identity)]
+    if len(parts) > 1:
+        return nn.Sequential(*parts)
+    return parts[0] if parts else nn.Identity()
 
 
 def _fold_into(layer: Any, norm: Any) -> None:
