@@ -79,7 +79,7 @@ class WeightDecayFree(Optimizer):
                     "with weight_decay_free=False (or pass check_invariance=False if you know better)"
                 )
             w, g = p.detach().double().flatten(), p.grad.double().flatten()
-            inner, norm, grad_norm = torch.stack([w @ g, w.norm(), g.norm()]).tolist()
+            inner, norm, grad_norm = (w @ g).item(), w.norm().item(), g.norm().item()  # also of a weight in shards
             if norm == 0:
                 raise ValueError(
                     f"{label} is all zero, so it has no direction to keep: put it in a group with "
