@@ -24,7 +24,7 @@ model = nn.Sequential(
 )
 weight, optimizer = model[3].weight, torch.optim.SGD(model.parameters(), **recipe)
 norms, squares, angles = [], [], []
-for _ in range(40):
+for _ in range(30):
     for batch in torch.randperm(len(images)).split(32):
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(images[batch]), labels[batch]).backward()

@@ -29,7 +29,7 @@ def run(decay: float, reference: Recording | None = None) -> Recording:
     if reference is not None:
         optimizer = StepSizeCorrection(optimizer, reference, model, form="exact")
     recorder = NormRecorder(scale_invariant_parameters(model, images[:64]), optimizer)
-    for _ in range(20):
+    for _ in range(12):
         for batch in torch.randperm(len(images)).split(64):
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(images[batch]), labels[batch]).backward()
