@@ -2,6 +2,7 @@
 
 >>> import normmatters as nm
 >>> bn = nm.L1BatchNorm2d(64, act="relu")  # nn.BatchNorm2d(64) and nn.ReLU() in one, in L1
+>>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 64, 3), torch.nn.BatchNorm2d(64), torch.nn.ReLU())
 >>> model = nm.convert(model)  # or this, for every batch norm of a model
 """
 

@@ -59,7 +59,12 @@ _STORAGE = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """What is rounded to which format."""
+    """What is rounded to which format.
+
+    >>> with arithmetic("fp16", accumulate="fp32") as setting:
+    ...     setting.dtype, setting.accumulate
+    (torch.float16, torch.float32)
+    """
 
     dtype: torch.dtype  # results of operations on elements
     accumulate: torch.dtype  # partial sums, and the scalars of a channel
@@ -102,7 +107,11 @@ def arithmetic(
 
 
 def active() -> Arithmetic | None:
-    """The arithmetic in force here, or None for PyTorch's own."""
+    """The arithmetic in force here, or None for PyTorch's own.
+
+    >>> active() is None
+    True
+    """
     return _current.get() if _open_contexts else None
 
 
@@ -154,7 +163,15 @@ def batch_norm(
     act: str | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """:func:`normmatters.functional.lp_batch_norm` in the active arithmetic. p: 1, 2, inf, ``"range"``, ``"mean"``."""
+    """:func:`normmatters.functional.lp_batch_norm` in the active arithmetic. p: 1, 2, inf, ``"range"``, ``"mean"``.
+
+    input and residual: (N, C, ...); the other tensors: (C,).
+
+    >>> with arithmetic("fp16"):
+    ...     batch_norm(torch.tensor([[1.0], [3.0]]), training=True)
+    tensor([[-0.7979],
+            [ 0.7979]])
+    """
     kind = _supported_kind(p, k)
     n = input.numel() // max(input.shape[1], 1) if input.dim() > 1 else 0
     C = scale_constant(p, n, k, constant)
@@ -210,7 +227,14 @@ def layer_norm(
     k: int | None = None,
     constant: str | float = "exact",
 ) -> Tensor:
-    """:func:`normmatters.functional.lp_layer_norm` in the active arithmetic. p: 1, 2, inf or ``"range"``."""
+    """:func:`normmatters.functional.lp_layer_norm` in the active arithmetic. p: 1, 2, inf or ``"range"``.
+
+    input: (..., *normalized_shape); weight and bias: normalized_shape.
+
+    >>> with arithmetic("fp16"):
+    ...     layer_norm(torch.tensor([1.0, 3.0]), [2])
+    tensor([-0.7979,  0.7979])
+    """
     return _layer_norm(input, normalized_shape, weight, bias, eps, p, k, constant, center=True)
 
 
@@ -224,7 +248,14 @@ def rms_norm(
     p: float = 1,
     constant: str | float = "exact",
 ) -> Tensor:
-    """:func:`normmatters.functional.lp_rms_norm` in the active arithmetic. p: 1, 2 or inf."""
+    """:func:`normmatters.functional.lp_rms_norm` in the active arithmetic. p: 1, 2 or inf.
+
+    input: (..., *normalized_shape); weight: normalized_shape.
+
+    >>> with arithmetic("fp16"):
+    ...     rms_norm(torch.tensor([2.0, -2.0]), [2])
+    tensor([ 0.7979, -0.7979])
+    """
     if isinstance(p, str):
         raise ValueError(f"p of an RMS norm must be 1, 2 or math.inf here, got {p!r}")
     eps = torch.finfo(compute_dtype(input.dtype)).eps if eps is None else eps

@@ -10,6 +10,9 @@ class Change:
     """One module of the model: what it was, what it is now, and why if that is not all one could wish for.
 
     ``after`` is None for a module that was left as it was; ``fused`` is ``""``, ``"relu"`` or ``"add + relu"``.
+
+    >>> Change("layer1.0.bn1", "BatchNorm2d", "L1BatchNorm2d", fused="relu").after
+    'L1BatchNorm2d'
     """
 
     name: str

@@ -152,7 +152,11 @@ def _recomputing() -> bool:
 
 
 class LpBatchNorm1d(_LpBatchNorm):
-    """Batch norm in the Lp norm over (N, C) or (N, C, L) inputs; see :class:`LpBatchNorm2d`."""
+    """Batch norm in the Lp norm over (N, C) or (N, C, L) inputs; see :class:`LpBatchNorm2d`.
+
+    >>> LpBatchNorm1d(4, p=1.5)(torch.randn(8, 4)).shape
+    torch.Size([8, 4])
+    """
 
     _ranks = (2, 3)
 
@@ -192,7 +196,11 @@ class LpBatchNorm2d(_LpBatchNorm):
 
 
 class LpBatchNorm3d(_LpBatchNorm):
-    """Batch norm in the Lp norm over (N, C, D, H, W) inputs; see :class:`LpBatchNorm2d`."""
+    """Batch norm in the Lp norm over (N, C, D, H, W) inputs; see :class:`LpBatchNorm2d`.
+
+    >>> LpBatchNorm3d(4, p=1.5)(torch.randn(2, 4, 3, 3, 3)).shape
+    torch.Size([2, 4, 3, 3, 3])
+    """
 
     _ranks = (5,)
 
@@ -232,7 +240,11 @@ class _FixedBatchNorm(_LpBatchNorm):
 
 
 class L1BatchNorm1d(_FixedBatchNorm, LpBatchNorm1d):
-    """L1 batch norm (F5) over (N, C) or (N, C, L) inputs; see :class:`L1BatchNorm2d`."""
+    """L1 batch norm (F5) over (N, C) or (N, C, L) inputs; see :class:`L1BatchNorm2d`.
+
+    >>> L1BatchNorm1d(4)(torch.randn(8, 4)).shape
+    torch.Size([8, 4])
+    """
 
 
 class L1BatchNorm2d(_FixedBatchNorm, LpBatchNorm2d):
@@ -251,11 +263,19 @@ class L1BatchNorm2d(_FixedBatchNorm, LpBatchNorm2d):
 
 
 class L1BatchNorm3d(_FixedBatchNorm, LpBatchNorm3d):
-    """L1 batch norm (F5) over (N, C, D, H, W) inputs; see :class:`L1BatchNorm2d`."""
+    """L1 batch norm (F5) over (N, C, D, H, W) inputs; see :class:`L1BatchNorm2d`.
+
+    >>> L1BatchNorm3d(4)(torch.randn(2, 4, 3, 3, 3)).shape
+    torch.Size([2, 4, 3, 3, 3])
+    """
 
 
 class LInfBatchNorm1d(_FixedBatchNorm, LpBatchNorm1d):
-    """L∞ batch norm (F6) over (N, C) or (N, C, L) inputs; see :class:`LInfBatchNorm2d`."""
+    """L∞ batch norm (F6) over (N, C) or (N, C, L) inputs; see :class:`LInfBatchNorm2d`.
+
+    >>> LInfBatchNorm1d(4)(torch.randn(8, 4)).shape
+    torch.Size([8, 4])
+    """
 
     _default_p = math.inf
 
@@ -275,13 +295,21 @@ class LInfBatchNorm2d(_FixedBatchNorm, LpBatchNorm2d):
 
 
 class LInfBatchNorm3d(_FixedBatchNorm, LpBatchNorm3d):
-    """L∞ batch norm (F6) over (N, C, D, H, W) inputs; see :class:`LInfBatchNorm2d`."""
+    """L∞ batch norm (F6) over (N, C, D, H, W) inputs; see :class:`LInfBatchNorm2d`.
+
+    >>> LInfBatchNorm3d(4)(torch.randn(2, 4, 3, 3, 3)).shape
+    torch.Size([2, 4, 3, 3, 3])
+    """
 
     _default_p = math.inf
 
 
 class RangeBatchNorm1d(_FixedBatchNorm, LpBatchNorm1d):
-    """Range batch norm over (N, C) or (N, C, L) inputs; see :class:`RangeBatchNorm2d`."""
+    """Range batch norm over (N, C) or (N, C, L) inputs; see :class:`RangeBatchNorm2d`.
+
+    >>> RangeBatchNorm1d(4)(torch.randn(8, 4)).shape
+    torch.Size([8, 4])
+    """
 
     _default_p = "range"
 
@@ -302,7 +330,11 @@ class RangeBatchNorm2d(_FixedBatchNorm, LpBatchNorm2d):
 
 
 class RangeBatchNorm3d(_FixedBatchNorm, LpBatchNorm3d):
-    """Range batch norm over (N, C, D, H, W) inputs; see :class:`RangeBatchNorm2d`."""
+    """Range batch norm over (N, C, D, H, W) inputs; see :class:`RangeBatchNorm2d`.
+
+    >>> RangeBatchNorm3d(4)(torch.randn(2, 4, 3, 3, 3)).shape
+    torch.Size([2, 4, 3, 3, 3])
+    """
 
     _default_p = "range"
 
@@ -345,7 +377,11 @@ class _TopKBatchNorm(_LpBatchNorm):
 
 
 class TopKBatchNorm1d(_TopKBatchNorm, LpBatchNorm1d):
-    """Top(k) batch norm (F7) over (N, C) or (N, C, L) inputs; see :class:`TopKBatchNorm2d`."""
+    """Top(k) batch norm (F7) over (N, C) or (N, C, L) inputs; see :class:`TopKBatchNorm2d`.
+
+    >>> TopKBatchNorm1d(4, k=3)(torch.randn(8, 4)).shape
+    torch.Size([8, 4])
+    """
 
 
 class TopKBatchNorm2d(_TopKBatchNorm, LpBatchNorm2d):
@@ -364,7 +400,11 @@ class TopKBatchNorm2d(_TopKBatchNorm, LpBatchNorm2d):
 
 
 class TopKBatchNorm3d(_TopKBatchNorm, LpBatchNorm3d):
-    """Top(k) batch norm (F7) over (N, C, D, H, W) inputs; see :class:`TopKBatchNorm2d`."""
+    """Top(k) batch norm (F7) over (N, C, D, H, W) inputs; see :class:`TopKBatchNorm2d`.
+
+    >>> TopKBatchNorm3d(4, k=3)(torch.randn(2, 4, 3, 3, 3)).shape
+    torch.Size([2, 4, 3, 3, 3])
+    """
 
 
 class _MeanOnlyBatchNorm(_LpBatchNorm):
@@ -397,7 +437,11 @@ class _MeanOnlyBatchNorm(_LpBatchNorm):
 
 
 class MeanOnlyBatchNorm1d(_MeanOnlyBatchNorm, LpBatchNorm1d):
-    """Mean-only batch norm (F15) over (N, C) or (N, C, L) inputs; see :class:`MeanOnlyBatchNorm2d`."""
+    """Mean-only batch norm (F15) over (N, C) or (N, C, L) inputs; see :class:`MeanOnlyBatchNorm2d`.
+
+    >>> MeanOnlyBatchNorm1d(4)(torch.randn(8, 4)).shape
+    torch.Size([8, 4])
+    """
 
 
 class MeanOnlyBatchNorm2d(_MeanOnlyBatchNorm, LpBatchNorm2d):
@@ -418,4 +462,8 @@ class MeanOnlyBatchNorm2d(_MeanOnlyBatchNorm, LpBatchNorm2d):
 
 
 class MeanOnlyBatchNorm3d(_MeanOnlyBatchNorm, LpBatchNorm3d):
-    """Mean-only batch norm (F15) over (N, C, D, H, W) inputs; see :class:`MeanOnlyBatchNorm2d`."""
+    """Mean-only batch norm (F15) over (N, C, D, H, W) inputs; see :class:`MeanOnlyBatchNorm2d`.
+
+    >>> MeanOnlyBatchNorm3d(4)(torch.randn(2, 4, 3, 3, 3)).shape
+    torch.Size([2, 4, 3, 3, 3])
+    """

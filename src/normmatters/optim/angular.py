@@ -56,6 +56,8 @@ class AngularSGD(Optimizer):
         capturable: read nothing back from the device, so that the step can be captured into a CUDA graph.
 
     Example:
+        >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(288, 10))
+        >>> convs, others = [net[0].weight], [p for p in net.parameters() if p is not net[0].weight]
         >>> optimizer = AngularSGD(
         ...     [{"params": convs}, {"params": others, "angular": False, "lr": 0.1}], angle=0.007)
     """
@@ -202,7 +204,8 @@ class Angular(OptimizerWrapper):
         dim: dimension of the neurons; None takes each tensor as one.
 
     Example:
-        >>> optimizer = Angular(torch.optim.AdamW(convs, lr=1e-3, weight_decay=0.05))
+        >>> conv = nn.Conv2d(3, 8, 3, bias=False)  # a normalization follows it
+        >>> optimizer = Angular(torch.optim.AdamW(conv.parameters(), lr=1e-3, weight_decay=0.05))
     """
 
     def __init__(self, optimizer: Optimizer, angle: float | None = None, dim: int | None = 0) -> None:

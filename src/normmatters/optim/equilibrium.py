@@ -56,6 +56,9 @@ def equilibrium_norm(
 
     Args:
         unit_gradient: ‖g̃‖ = ‖w‖·‖∇L(w)‖, root mean square over batches, any shape.
+
+    >>> equilibrium_norm(torch.tensor([2.0, 8.0]), lr=0.1, weight_decay=5e-4, momentum=0.9)
+    tensor([ 7.9527, 15.9054])
     """
     check_number("lr", lr)
     check_number("weight_decay", weight_decay)
@@ -78,7 +81,11 @@ def adamw_equilibrium_angle(lr: float, weight_decay: float, beta1: float = 0.9) 
 
 
 def adamw_equilibrium_norm(numel: int, lr: float, weight_decay: float) -> float:
-    """Norm that AdamW brings ``numel`` weights to, whatever their gradients: √(ηd/(2λ))."""
+    """Norm that AdamW brings ``numel`` weights to, whatever their gradients: √(ηd/(2λ)).
+
+    >>> round(adamw_equilibrium_norm(576, lr=1e-3, weight_decay=0.1), 4)
+    1.6971
+    """
     check_number("lr", lr)
     check_number("weight_decay", weight_decay)
     if weight_decay == 0:
@@ -135,6 +142,12 @@ class Equilibrium:
         equilibrium_norm: the norm it goes to, `[channels]`; 0 where no gradient came.
         angle: angle a step there, radians.
         steps: time constant of the way there, in steps.
+
+    >>> weight = torch.eye(2).requires_grad_()
+    >>> weight.grad = torch.tensor([[0.0, 3.0], [1.0, 0.0]])
+    >>> found = predict_equilibrium({"conv": weight}, lr=0.1, weight_decay=0.5)["conv"]
+    >>> found.norm, found.unit_gradient, round(found.angle, 4), found.steps
+    (tensor([1., 1.]), tensor([3., 1.]), 0.3162, 5.0)
     """
 
     norm: Tensor

@@ -43,6 +43,11 @@ class Invariance:
         cosine: largest |cos(w, ∇L)| over the invariant channels and losses, or over all channels where there are none.
         change: largest change of the output, relative to its root mean square; nan where the gradient had ruled it out.
         influence: False when the gradient is zero: an unused parameter, or a bias that the normalization subtracts.
+
+    >>> model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    >>> found = scale_invariant_parameters(model, torch.randn(8, 3))
+    >>> print(found["0.weight"], "/", found["0.bias"], "/", found["1.weight"])
+    channel, dim 0 / no influence on the output / no
     """
 
     granularity: Granularity | None
@@ -73,6 +78,11 @@ class ScaleInvariantParameters(Mapping[str, Invariance]):
     """Result of `scale_invariant_parameters`: iterates over the names of the scale-invariant parameters.
 
     `result[name]` is the `Invariance` of any parameter, invariant or not; `print(result)` shows all as a table.
+
+    >>> model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    >>> result = scale_invariant_parameters(model, torch.randn(8, 3))
+    >>> list(result), result.dims, "0.bias" in result
+    (['0.weight'], {'0.weight': 0}, False)
     """
 
     def __init__(self, model: nn.Module, found: Mapping[str, Invariance]) -> None:

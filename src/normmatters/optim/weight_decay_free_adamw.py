@@ -37,6 +37,8 @@ class WeightDecayFreeAdamW(WeightDecayFree):
         check_invariance: at its first step refuse a weight whose gradient is not orthogonal to it.
 
     Example:
+        >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(288, 10))
+        >>> convs, others = [net[0].weight], [p for p in net.parameters() if p is not net[0].weight]
         >>> optimizer = WeightDecayFreeAdamW(
         ...     [{"params": convs}, {"params": others, "weight_decay_free": False}], lr=1e-3, weight_decay=0.05)
     """

@@ -21,7 +21,13 @@ _ATTENTION_WEIGHTS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_pro
 
 @dataclass(frozen=True)
 class WeightNormReport:
-    """What :func:`apply_weight_norm` did: the normalized parameters, and the reason for each one it left alone."""
+    """What :func:`apply_weight_norm` did: the normalized parameters, and the reason for each one it left alone.
+
+    >>> print(apply_weight_norm(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))))
+    weight norm on 2 parameters
+      0.weight
+      2.weight
+    """
 
     applied: list[str] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)

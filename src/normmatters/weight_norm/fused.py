@@ -78,7 +78,14 @@ def fuse(model: M) -> M:
 
 
 def unfuse(model: M) -> M:
-    """Undo :func:`fuse`: each layer computes its own weight again. Does nothing to a model that is not fused."""
+    """Undo :func:`fuse`: each layer computes its own weight again. Does nothing to a model that is not fused.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> report = apply_weight_norm(model)
+        >>> unfuse(fuse(model))(torch.randn(3, 4)).shape
+        torch.Size([3, 2])
+    """
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a module, got {type(model).__name__}")
     for hooks in (model._forward_pre_hooks, model._forward_hooks):

@@ -18,6 +18,14 @@ def initial_rho(v: Tensor, *, dim: int | None = 0, p: float = 2, k: int | None =
 
     For Top(k), which F13 does not cover, the plain mean of the norms: at k = slice size this is L1's ρ. Slices that are
     exactly zero (an embedding's padding row) have no norm to preserve and are left out.
+
+    Args:
+        v: a weight of any shape.
+        dim, p, k: what a slice is and how its norm is taken, as in :func:`bounded_weight_norm`.
+
+    Example:
+        >>> initial_rho(torch.tensor([[3.0, 4.0], [0.0, 1.0]]))  # √((5² + 1²)/2)
+        tensor(3.6056)
     """
     norms = slice_norm(v.detach(), dim=dim, p=p, k=k).flatten()
     norms = norms[norms != 0]
@@ -34,6 +42,16 @@ class BoundedWeight(nn.Module):
 
     ``rho`` is a scalar buffer in the state dict. It stays in fp32 or better when the module is cast to fp16 or bf16, so
     that a cast does not change the scale of the network.
+
+    Args:
+        v: the weight to begin with, of any shape; ``rho="init"`` takes ρ from it.
+        dim, p, rho, k: as in :func:`bounded_weight_norm`.
+
+    Example:
+        >>> weight = BoundedWeight(torch.ones(2, 4), rho=2.0)
+        >>> weight(torch.tensor([[3.0, 4.0], [0.0, 1.0]]))
+        tensor([[1.2000, 1.6000],
+                [0.0000, 2.0000]])
     """
 
     rho: Tensor
@@ -95,6 +113,13 @@ class ClassicWeight(nn.Module):
     """w_i = g_i · v_i / ‖v_i‖_p with a learned g (F11; Salimans & Kingma at p = 2).
 
     State keys are those of ``torch.nn.utils.parametrizations.weight_norm``: ``original0`` is g, ``original1`` is v.
+
+    Shape: v as the weight, g with 1 in place of every dimension but ``dim``.
+
+    Example:
+        >>> ClassicWeight()(torch.tensor([[10.0], [1.0]]), torch.tensor([[3.0, 4.0], [0.0, 2.0]]))
+        tensor([[6., 8.],
+                [0., 1.]])
     """
 
     def __init__(self, *, dim: int | None = 0, p: float = 2, k: int | None = None) -> None:
