@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from normmatters import precision
+from normmatters.lab.capture import all_at_once
 from normmatters.lab.config import PrecisionConfig
 from normmatters.lab.objective import Objective
 from normmatters.lab.regimes import Regime
@@ -23,14 +24,15 @@ class Arithmetic:
 
     def __init__(self, config: PrecisionConfig, device: torch.device) -> None:
         self.config, self.device = config, device
+        self.amp = _DTYPE.get(config.amp)
 
     @contextlib.contextmanager
     def __call__(self) -> Any:  # type: ignore[misc]
         config = self.config
         with contextlib.ExitStack() as stack:
-            if config.amp != "none":
+            if self.amp is not None:
                 # no cache: a graph must hold the casts of the weights, not their first result
-                stack.enter_context(torch.autocast(self.device.type, _DTYPE[config.amp], cache_enabled=False))
+                stack.enter_context(torch.autocast(self.device.type, self.amp, cache_enabled=False))
             if config.arithmetic is not None:
                 stack.enter_context(precision.arithmetic(config.arithmetic, accumulate=config.accumulate or "fp32"))
             yield
@@ -109,7 +111,8 @@ class Stepper:
             self._captured = torch.cuda.CUDAGraph()
             # thread_local: the prefetching thread may pin memory, and other runs may launch, meanwhile
             with exclusive, torch.cuda.graph(self._captured, stream=self._stream, capture_error_mode="thread_local"):
-                self._forward_backward(self._inputs)
+                with all_at_once(self.model, self.arithmetic.amp):
+                    self._forward_backward(self._inputs)
                 if inside:
                     self._optimizer_step()
         else:
