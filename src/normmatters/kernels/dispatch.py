@@ -28,7 +28,11 @@ _KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class Backend(NamedTuple):
-    """``name`` is ``"triton"``, ``"hand-derived"``, ``"plain"`` or ``"arithmetic"``; ``reason`` says why not faster."""
+    """``name`` is ``"triton"``, ``"hand-derived"``, ``"plain"`` or ``"arithmetic"``; ``reason`` says why not faster.
+
+    >>> Backend("plain", "in evaluation the module is torch's own batch norm").name
+    'plain'
+    """
 
     name: str
     reason: str
@@ -105,7 +109,13 @@ def _why_not_batch_norm_kernel(input: Tensor, kind: str, k: int | None) -> str:
 def layer_norm_backend(
     input: Tensor, normalized_shape: Sequence[int], *, p: float | str = 1, k: int | None = None
 ) -> Backend:
-    """Which backend serves a layer norm or RMS norm over the last dimensions of ``input``, and why not a faster one."""
+    """Which backend serves a layer norm or RMS norm of ``input``, (..., *normalized_shape), and why not a faster one.
+
+    Example::
+
+        >>> layer_norm_backend(torch.randn(8, 16), [16]).reason
+        'the input is on cpu, and the kernels run on CUDA devices'
+    """
     if precision.active() is not None:
         return Backend("arithmetic", "normmatters.precision.arithmetic is active")
     reason = _why_not_triton(input)
@@ -152,7 +162,16 @@ def batch_norm(
     residual: Tensor | None = None,
     memory: str = "exact",
 ) -> Tensor:
-    """Batch norm of any kind; see :func:`normmatters.functional.lp_batch_norm` for the equation."""
+    """Batch norm of any kind; see :func:`normmatters.functional.lp_batch_norm` for the equation.
+
+    input and residual: (N, C, ...); the other tensors: (C,).
+
+    Example::
+
+        >>> batch_norm(torch.tensor([[1.0], [3.0]]), None, None, None, None, True, 0.1, 0.0, act="relu")
+        tensor([[0.0000],
+                [0.7979]])
+    """
     backend = batch_norm_backend(input, training=training, p=p, k=k, memory=memory)
     if backend.name == "triton":
         from normmatters.kernels import ops
@@ -212,7 +231,15 @@ def layer_norm(
     k: int | None = None,
     constant: str | float = "exact",
 ) -> Tensor:
-    """Layer norm of any kind; see :func:`normmatters.functional.lp_layer_norm`."""
+    """Layer norm of any kind; see :func:`normmatters.functional.lp_layer_norm`.
+
+    input: (..., *normalized_shape); weight and bias: normalized_shape.
+
+    Example::
+
+        >>> layer_norm(torch.tensor([1.0, 3.0]), [2], None, None, 0.0)
+        tensor([-0.7979,  0.7979])
+    """
     backend = layer_norm_backend(input, normalized_shape, p=p, k=k)
     if backend.name == "triton":
         return _layer_norm_kernel(input, normalized_shape, weight, bias, eps, p, k, constant, centered=True)
@@ -231,7 +258,15 @@ def rms_norm(
     p: float = 1,
     constant: str | float = "exact",
 ) -> Tensor:
-    """RMS norm of any kind; see :func:`normmatters.functional.lp_rms_norm`."""
+    """RMS norm of any kind; see :func:`normmatters.functional.lp_rms_norm`.
+
+    input: (..., *normalized_shape); weight: normalized_shape.
+
+    Example::
+
+        >>> rms_norm(torch.tensor([2.0, -2.0]), [2], None, 0.0)
+        tensor([ 0.7979, -0.7979])
+    """
     backend = layer_norm_backend(input, normalized_shape, p=p)
     if backend.name == "triton":
         epsilon = torch.finfo(compute_dtype(input.dtype)).eps if eps is None else eps
