@@ -19,7 +19,7 @@ from normmatters.functional import bounded_weight
 from normmatters.functional.weight import slice_norm
 from normmatters.kernels import weight_norm_ops as ops
 from normmatters.kernels.triton import weight_norm as kernels
-from normmatters.weight_norm import apply_weight_norm, fuse, remove_weight_norm, unfuse
+from normmatters.weight_norm import apply_weight_norm, fuse, fused, remove_weight_norm, unfuse
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
@@ -181,7 +181,7 @@ class Net(nn.Module):
 def net(p: float = 2, reentrant: bool | None = None) -> Net:
     torch.manual_seed(1)
     model = Net(reentrant).to(DEVICE)
-    apply_weight_norm(model, p=p)
+    apply_weight_norm(model, p=p, fused=False)
     return model
 
 
@@ -319,12 +319,36 @@ def test_unfuse_and_remove(calls):
         fuse(3)
 
 
+def test_apply_weight_norm_fuses(calls):
+    torch.manual_seed(1)
+    model = Net().to(DEVICE)
+    apply_weight_norm(model.body)
+    apply_weight_norm(model)  # its hooks take over those of the part
+    assert sorted(model.state_dict()) == sorted(net().state_dict())
+    same(step(model), step(net()))
+    assert calls == ["forward", "backward"]
+
+
+def test_a_layer_without_its_norm_is_left_out(calls):
+    """And so is one whose parameter has another shape for the time being, as a sharded one has."""
+    model, reference = fuse(net()), net()
+    for one in (model, reference):
+        remove_weight_norm(one.body[0])
+    same(step(model), step(reference))
+    (fusion,) = (hook.__self__ for hook in model._forward_pre_hooks.values())
+    assert [len(members) for members, _ in fusion._calls] == [4]
+    stack = model.stem.parametrizations.weight
+    stack.original = nn.Parameter(stack.original.detach()[:4])
+    fusion.before(model, ())
+    assert [len(members) for members, _ in fusion._calls] == [3]
+
+
 def test_layers_that_the_kernels_cannot_take_stay_as_they_are(calls):
     def mixed() -> nn.Sequential:
         torch.manual_seed(0)
         model = nn.Sequential(nn.ConvTranspose1d(3, 4, 2), nn.Linear(6, 5), nn.Linear(5, 4)).to(DEVICE)
-        apply_weight_norm(model, filter=lambda name, _: name != "1")  # the first one along dimension 1
-        apply_weight_norm(model, p=math.inf, k=2)
+        apply_weight_norm(model, filter=lambda name, _: name != "1", fused=False)  # the first one along dimension 1
+        apply_weight_norm(model, p=math.inf, k=2, fused=False)
         return model
 
     def run(model: nn.Sequential, dtype: torch.dtype) -> list[Tensor]:
@@ -350,7 +374,9 @@ def test_compiled_in_one_graph(autocast, calls):
     assert calls == ["forward", "backward"] * 2
 
 
-def test_distributed_data_parallel(calls, tmp_path):
+def test_distributed_data_parallel(calls, tmp_path, monkeypatch):
+    """Weights come in groups, whose gradients can be exchanged one after the other."""
+    monkeypatch.setattr(fused, "_BUCKET", 4 * 8 * 3 * 9 + 1)  # the first convolution and some more
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         model = nn.parallel.DistributedDataParallel(fuse(net()))
@@ -358,7 +384,7 @@ def test_distributed_data_parallel(calls, tmp_path):
         same(step(model), step(net()))
     finally:
         torch.distributed.destroy_process_group()
-    assert calls == ["forward", "backward"] * 2
+    assert calls == [*["forward"] * 3, *["backward"] * 3] * 2
 
 
 def test_function_transforms_take_the_plain_path(calls):

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from normmatters.functional.weight import check_norm, check_rho
+from normmatters.weight_norm.fused import fuse
 from normmatters.weight_norm.register import bounded_weight_norm, classic_weight_norm
 
 __all__ = ["WeightNormReport", "apply_weight_norm"]
@@ -58,10 +59,9 @@ def apply_weight_norm(
     rho: float | Literal["init"] = "init",
     kind: Literal["bounded", "classic"] = "bounded",
     embeddings: bool = False,
+    fused: bool = True,
 ) -> WeightNormReport:
     """Normalize the weights of all linear, convolutional, recurrent and attention layers of ``model``, in place.
-
-    On a GPU, :func:`fuse` makes the normalized model faster.
 
     Args:
         model: any module, or a single layer.
@@ -69,6 +69,8 @@ def apply_weight_norm(
         p, k, rho: as in :func:`bounded_weight_norm`; ``rho="init"`` is taken from each weight.
         kind: ``"bounded"`` (F12, F13) or ``"classic"`` with a learned length (F11; it has no ``rho``).
         embeddings: normalize the rows of ``nn.Embedding`` too.
+        fused: on a GPU compute all bounded weights together, in a few kernels a forward pass of ``model``: see
+            :func:`normmatters.weight_norm.fuse`, which also says which layers go on computing their own.
 
     The channels are the output channels: dimension 0, and 1 for transposed convolutions. A layer is left alone, and the
     report says why, if a weight is already parametrized, has a zero channel, fewer than ``k`` values or only one value
@@ -116,6 +118,8 @@ def apply_weight_norm(
             report.skipped[str(candidate)] = str(error)
         else:
             report.applied.append(str(candidate))
+    if fused and kind == "bounded" and report.applied:
+        fuse(model)
     return report
 
 

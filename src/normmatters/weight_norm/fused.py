@@ -20,6 +20,9 @@ M = TypeVar("M", bound=nn.Module)
 
 _KERNELS = importlib.util.find_spec("triton") is not None and os.environ.get("NORMMATTERS_KERNELS", "1") != "0"
 
+# Bytes of a group in distributed training: what DistributedDataParallel exchanges at a time.
+_BUCKET = 25 * 2**20
+
 # Autocast runs these in low precision: their weights are made in that precision, so that nothing is left to cast.
 _LOW_PRECISION = (
     nn.Linear,
@@ -39,13 +42,14 @@ def fuse(model: M) -> M:
     convolutional layers come out in the precision they are used in. Values and gradients are those of
     :func:`bounded_weight_norm`; a layer called outside the model's forward pass computes its weight itself, as before.
     So does every layer that the kernels cannot take: on a CPU, in float64, Top(k), other p than 1, 2 and ∞, slices
-    along another dimension than 0. Nothing is added to the state dict; copies of the model are fused too.
+    along another dimension than 0, sharded weights. Nothing is added to the state dict; copies of the model are fused
+    too, and :func:`remove_weight_norm` works as ever.
 
-    The gradients of all fused weights come out together, at the end of the backward pass. With
-    ``DistributedDataParallel`` their exchange therefore does not overlap with it: fuse the model's blocks, one by one,
-    if that time matters.
+    The gradients of weights computed together come out together. In distributed training the weights are therefore cut
+    into groups of about 25 MB, as ``DistributedDataParallel`` cuts gradients, so that their exchange overlaps with the
+    backward pass.
 
-    Call it again after adding or removing weight norm.
+    :func:`apply_weight_norm` calls it; call it again after adding weight norm in another way.
 
     Args:
         model: any module whose ``forward`` uses the layers; wrap it (DDP, ``torch.compile``) after or before.
@@ -62,7 +66,7 @@ def fuse(model: M) -> M:
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a module, got {type(model).__name__}")
     layers = [
-        _Layer(stack, norm, isinstance(owner, _LOW_PRECISION))
+        _Layer(owner.parametrizations, name, stack, norm, stack.original.shape, isinstance(owner, _LOW_PRECISION))
         for owner in model.modules()
         if parametrize.is_parametrized(owner)
         for name, stack in owner.parametrizations.items()  # type: ignore[union-attr, operator]
@@ -70,7 +74,8 @@ def fuse(model: M) -> M:
     ]
     if not layers:
         raise ValueError(f"found no bounded weight norm to fuse in {type(model).__name__}")
-    unfuse(model)
+    for module in model.modules():
+        unfuse(module)
     fusion = _Fusion(layers)
     model.register_forward_pre_hook(fusion.before, prepend=True)
     model.register_forward_hook(fusion.after, always_call=True)
@@ -97,18 +102,30 @@ def unfuse(model: M) -> M:
 
 
 class _Layer(NamedTuple):
-    stack: Any  # the ParametrizationList, which has v as ``original``
+    home: Any  # the ModuleDict of the layer's parametrizations
+    name: str  # of the weight
+    stack: Any  # home[name], the ParametrizationList, which has v as ``original``
     norm: BoundedWeight
+    shape: torch.Size
     low_precision: bool
+
+    def v(self) -> Tensor | None:
+        """The parameter; None if the weight norm has been removed, or something put away the parameter."""
+        # Straight from the dictionaries: a module's attributes take longer than all the rest.
+        if self.home._modules.get(self.name) is not self.stack:
+            return None
+        v: Tensor | None = self.stack._parameters.get("original")
+        return v
 
 
 class _Group(NamedTuple):
-    """Layers whose weights are computed in one call: they agree in these. In most models, all do."""
+    """Layers whose weights are computed in one call agree in these. In most models, all do."""
 
     device: torch.device
     v: torch.dtype
     dtype: torch.dtype
     p: float
+    bucket: int
 
 
 class _Fusion:
@@ -120,7 +137,7 @@ class _Fusion:
         self._calls: list[tuple[list[int], Any]] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"layers": self.layers}  # a copy compiles and caches for itself
+        return {"layers": self.layers}  # a copy makes its own launches
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["layers"])  # type: ignore[misc]
@@ -130,25 +147,27 @@ class _Fusion:
             return
         from normmatters.kernels.weight_norm_ops import Together, bounded_weights_of
 
-        # Straight from the dictionaries: a module's attributes take longer than all the rest.
-        v = [layer.stack._parameters["original"] for layer in self.layers]
+        v: list[Any] = [layer.v() for layer in self.layers]
         rho: list[Any] = [layer.norm._buffers["rho"] for layer in self.layers]
+        buckets = torch.distributed.is_available() and torch.distributed.is_initialized()
         if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
-            for group, members in self._groups(v, rho).items():
-                self._put(
-                    members,
-                    bounded_weights_of([v[i] for i in members], [rho[i] for i in members], group.p, group.dtype),
-                )
+            for group, members in self._groups(v, rho, buckets).items():
+                chosen = [v[i] for i in members], [rho[i] for i in members]
+                self._put(members, bounded_weights_of(*chosen, group.p, group.dtype))
             return
         # All that the groups depend on. As a rule it is what it was at the last pass, and so are the launches.
         signature = (
+            buckets,
             [torch.is_autocast_enabled(d) and torch.get_autocast_dtype(d) for d in ("cuda", "cpu")],
-            [(type(x), x.device, x.dtype, x.shape, x.stride(), r.device, r.dtype) for x, r in zip(v, rho)],
+            [
+                x if x is None else (type(x), x.device, x.dtype, x.shape, x.stride(), r.device, r.dtype)
+                for x, r in zip(v, rho)
+            ],
         )
         if signature != self._signature:
             self._calls = [
                 (members, Together([v[i] for i in members], group.p, group.dtype))
-                for group, members in self._groups(v, rho).items()
+                for group, members in self._groups(v, rho, buckets).items()
             ]
             self._signature = signature
         for members, together in self._calls:
@@ -156,19 +175,23 @@ class _Fusion:
 
     def after(self, model: nn.Module, args: Any, output: Any) -> None:
         for layer in self.layers:
-            layer.norm.ready.clear(layer.stack._parameters["original"])
+            layer.norm.ready.clear(layer.v())
 
-    def _groups(self, v: list[Tensor], rho: list[Tensor]) -> dict[_Group, list[int]]:
+    def _groups(self, v: list[Any], rho: list[Any], buckets: bool) -> dict[_Group, list[int]]:
         """Which layers' weights the kernels compute together."""
         from normmatters.kernels.weight_norm_ops import supported
 
         groups: dict[_Group, list[int]] = {}
+        passed = 0
         for i, (x, layer) in enumerate(zip(v, self.layers)):
             norm = layer.norm
-            if type(x) not in (nn.Parameter, Tensor):
+            # Another shape than at first: the weight is sharded, and whole only when its layer runs.
+            if type(x) not in (nn.Parameter, Tensor) or x.shape != layer.shape:
                 continue
             if supported(x, rho[i], dim=norm.dim, p=norm.p, k=norm.k) is None:
-                group = _Group(x.device, x.dtype, _dtype_for(x, layer.low_precision), float(norm.p))
+                bucket = passed // _BUCKET if buckets else 0
+                passed += x.numel() * x.element_size()
+                group = _Group(x.device, x.dtype, _dtype_for(x, layer.low_precision), float(norm.p), bucket)
                 groups.setdefault(group, []).append(i)
         return groups
 

@@ -27,11 +27,11 @@ class ReadyWeight:
         """Make ``weight`` ready for the forward pass that begins."""
         self._weight, self._kept, self._recorded = weight, None, False
 
-    def clear(self, v: Tensor) -> None:
-        """The forward pass has ended."""
+    def clear(self, v: Tensor | None) -> None:
+        """The forward pass has ended; v is None where the weight norm is no more."""
         # Reentrant checkpoints run without recording first, and again with a graph of their own: a weight that belongs
         # to the outer graph would be in their way.
-        if self._recorded and self._weight is not None and self._weight.requires_grad:
+        if v is not None and self._recorded and self._weight is not None and self._weight.requires_grad:
             self._kept, self._version = self._weight, v._version
         self._weight = None
 

@@ -7,6 +7,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils import parametrize
 
 from normmatters.functional.weight import check_slices, slice_norm
+from normmatters.weight_norm.fused import unfuse
 from normmatters.weight_norm.parametrizations import BoundedWeight, ClassicWeight
 from normmatters.weight_norm.parametrized import complete_class, own_parametrization
 
@@ -106,6 +107,8 @@ def remove_weight_norm(module: M) -> M:
             found.append((owner, name))
     if not found:
         raise ValueError(f"found no weight norm to remove in {type(module).__name__}")
+    for part in module.modules():
+        unfuse(part)
     for owner, name in found:
         parametrize.remove_parametrizations(owner, name)
         if isinstance(owner, nn.RNNBase) and not parametrize.is_parametrized(owner):
