@@ -33,7 +33,7 @@ def statistics_arguments(kind: str, running: bool, layout: str) -> tuple:
     return (made(SHAPE, layout), *buffers, 0.3, EPS, kind, KINDS[kind][1] or 0, constant_of(kind))
 
 
-def apply_arguments(kind: str, relu: bool, with_residual: bool, lean: bool, layout: str) -> tuple:
+def apply_arguments(kind: str, relu: bool, with_residual: bool, lean: bool, layout: str, linked: bool = False) -> tuple:
     x = made(SHAPE, layout)
     parameters = affine(kind, 3)
     residual = made(SHAPE, layout) if with_residual else None
@@ -41,7 +41,10 @@ def apply_arguments(kind: str, relu: bool, with_residual: bool, lean: bool, layo
         x, None, None, 0.3, EPS, kind, KINDS[kind][1] or 0, constant_of(kind)
     )
     tensors = [None if t is None else t.requires_grad_() for t in (x, *parameters.values(), residual)]
-    return (*tensors, statistics, index, kind, KINDS[kind][1] or 0, constant_of(kind), relu, lean, True)
+    link = None
+    if linked and residual is not None:
+        tensors[-1], link = residual.detach(), torch.zeros(1, device=DEVICE).expand(SHAPE).requires_grad_()
+    return (*tensors, link, statistics, index, kind, KINDS[kind][1] or 0, constant_of(kind), relu, lean, True, linked)
 
 
 APPLY = [
@@ -52,6 +55,9 @@ APPLY = [
     ("topk", True, True, False, "contiguous"),
     ("l2", False, True, False, "channels_last"),
     ("mean", True, False, False, "contiguous"),
+    ("l1", True, True, True, "channels_last", True),
+    ("l1", False, True, False, "contiguous", True),
+    ("topk", True, False, False, "channels_last", True),
 ]
 # Under "auto_dynamic" sizes would be symbols; the kernels are specialized to them, as the operators say.
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
@@ -72,22 +78,23 @@ def test_opcheck_apply(case):
 
 
 def test_opcheck_apply_that_saves_nothing():
-    *arguments, _ = apply_arguments("l1", True, False, False, "contiguous")
-    arguments = [t.detach() if isinstance(t, Tensor) else t for t in arguments]
-    torch.library.opcheck(torch.ops.normmatters.batch_norm_apply, (*arguments, False), test_utils=CHECKS)
-    z, code, count = torch.ops.normmatters.batch_norm_apply(*arguments, False)
-    assert (z.shape, code.numel(), count.numel()) == (SHAPE, 0, 0)
+    *arguments, _, _ = apply_arguments("l1", True, False, False, "contiguous")
+    arguments = [t.detach() if isinstance(t, Tensor) else t for t in (*arguments, False, False)]
+    torch.library.opcheck(torch.ops.normmatters.batch_norm_apply, arguments, test_utils=CHECKS)
+    z, *saved = torch.ops.normmatters.batch_norm_apply(*arguments)
+    assert (z.shape, *(t.numel() for t in saved)) == (SHAPE, 0, 0, 0)
 
 
 @pytest.mark.parametrize("case", APPLY, ids=str)
 def test_opcheck_backward(case):
-    kind, relu, with_residual, lean, layout = case
-    x, weight, bias, _, statistics, index, *_ = apply_arguments(*case)
+    kind, relu, with_residual, lean, layout, *linked = case
+    x, weight, bias, _, _, statistics, index, *_ = apply_arguments(*case)
     with torch.no_grad():
-        z, code, count = torch.ops.normmatters.batch_norm_apply(*apply_arguments(*case))
+        z, code, count, _ = torch.ops.normmatters.batch_norm_apply(*apply_arguments(*case))
     weight, bias = (None if t is None else t.detach() for t in (weight, bias))
     arguments = (
-        made(SHAPE, layout), z if lean else x.detach(), code, count, statistics, index, weight, bias, kind,
+        made(SHAPE, layout), made(SHAPE, layout) if linked else None,
+        z if lean else x.detach(), code, count, statistics, index, weight, bias, kind,
         KINDS[kind][1] or 0, constant_of(kind), relu, with_residual, lean, with_residual, layout == "channels_last",
     )  # fmt: skip
     torch.library.opcheck(torch.ops.normmatters.batch_norm_backward, arguments, test_utils=CHECKS)
@@ -206,7 +213,7 @@ def kept_by_layer(channels: int, pixels: int, with_residual: bool) -> tuple[int,
     statistics, index = torch.ops.normmatters.batch_norm_statistics(x, None, None, 0.1, EPS, "l1", 0, 1.25)
     (y, *_), packed = saved_tensors(
         lambda: torch.ops.normmatters.batch_norm_apply(
-            x, weight, bias, residual, statistics, index, "l1", 0, 1.25, True, True, True
+            x, weight, bias, residual, None, statistics, index, "l1", 0, 1.25, True, True, True, False
         )
     )
     assert sum(t.shape == y.shape for t in packed) == (0 if with_residual else 1)  # the output
@@ -219,7 +226,7 @@ def test_saved_bytes_of_a_real_network(with_residual, bits, most):
     kept = total = 0
     for channels, pixels, count in RESNET50:
         mine, size = kept_by_layer(channels, pixels, with_residual)
-        assert bits * size <= mine <= (most + 0.02) * size, (channels, pixels)  # small layers: a count a program
+        assert bits * size <= mine <= (most + 0.001) * size, (channels, pixels)
         kept, total = kept + count * mine, total + count * size
     assert kept <= most * total
 
@@ -310,10 +317,56 @@ def test_operator_and_eager_node_agree():
     case = ("l1", True, True, True, "channels_last")
     x, weight, bias, residual, *rest = apply_arguments(*case)
     g = torch.randn(SHAPE, device=DEVICE)
-    z, _, _ = torch.ops.normmatters.batch_norm_apply(x, weight, bias, residual, *rest)
+    z, *_ = torch.ops.normmatters.batch_norm_apply(x, weight, bias, residual, *rest)
     z.backward(g)
     ours = fused(x, weight, bias, residual, g, "l1", "relu", "lean")
     assert torch.equal(ours.y, z)
     for mine, tensor in zip((ours.dx, ours.dweight, ours.dbias, ours.dresidual), (x, weight, bias, residual)):
         assert torch.equal(mine, tensor.grad)
     check(x.detach(), "l1", weight=weight.detach(), bias=bias.detach(), residual=residual.detach(), act="relu")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("kind", "memory", "act"),
+    [
+        ("l1", "lean", "relu"),
+        ("l1", "exact", "relu"),
+        ("l1", "lean", None),
+        ("l2", "exact", "relu"),
+        ("topk", "exact", None),
+    ],
+)
+def test_links_give_the_gradients_that_sums_give(kind, memory, act, layout):
+    """Three norms whose outputs are residuals of the next: linked or not, all that is learned is the same."""
+
+    def gradients(linked):
+        x = made_once.detach().requires_grad_()
+        leaves = [x, *(t.detach().requires_grad_() for t in parameters)]
+        link, residual, z = None, None, x
+        for weight, bias in zip(leaves[1::2], leaves[2::2]):
+            z, link = dispatch.linked_batch_norm(
+                z * 1.5, None, None, weight, bias, True, 0.1, EPS,
+                p=p, k=k, act=act, residual=residual, memory=memory, link=link, linked=linked,
+            )  # fmt: skip
+            residual = z
+            assert (link is not None) == linked
+        (z * g).sum().backward()
+        return z, [t.grad for t in leaves]
+
+    p, k = KINDS[kind]
+    made_once, g = made(SHAPE, layout), made(SHAPE, layout)
+    parameters = [t for _ in range(3) for t in affine(kind, SHAPE[1]).values()]
+    expected, sums = gradients(False)
+    y, ours = gradients(True)
+    assert torch.equal(y, expected)
+    for mine, theirs in zip(ours, sums):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_a_link_is_one_number_in_memory():
+    x = made(SHAPE).requires_grad_()
+    z, link = dispatch.linked_batch_norm(x, None, None, None, None, True, 0.1, EPS, act="relu", linked=True)
+    assert link.shape == z.shape
+    assert link.untyped_storage().nbytes() == z.element_size()
+    assert dispatch.linked_batch_norm(x.detach(), None, None, None, None, True, 0.1, EPS, linked=True)[1] is None

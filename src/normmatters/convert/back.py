@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from normmatters.convert.fuse import plan_fusion
-from normmatters.convert.fused import FusedBlock, FusedReLU
+from normmatters.convert.fused import FusedBlock, FusedReLU, LinkedSequential
 from normmatters.convert.report import Change, ConversionReport
 from normmatters.convert.swap import carry_over, check_model, replace_modules
+from normmatters.functional.batch_norm import TINY
 from normmatters.nn import batchnorm as bn
 from normmatters.nn.batchnorm_act import ThenAct
 from normmatters.nn.layernorm import L1RMSNorm, LpLayerNorm
@@ -112,6 +113,8 @@ def to_torch(
         if isinstance(module, FusedBlock):
             unfused |= {module.get_submodule(path) for path in module.program.norms}
             object.__setattr__(module, "__class__", module.unfused_class)
+        elif isinstance(module, LinkedSequential):
+            object.__setattr__(module, "__class__", nn.Sequential)
         elif isinstance(module, FusedReLU):
             relus[module] = nn.ReLU(module.inplace).train(module.training)
     model = replace_modules(model, relus)
@@ -164,4 +167,6 @@ def _plain(module: nn.Module, unfused: bool) -> nn.Module | str | None:
     else:
         return None
     carry_over(module, made)
+    if isinstance(made, nn.modules.batchnorm._NormBase):
+        made.eps = max(made.eps, TINY)
     return made

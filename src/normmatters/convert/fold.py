@@ -15,7 +15,8 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from normmatters.convert.back import PLAIN_BATCH_NORMS, BatchNormAct2d, SyncBatchNormAct, ThenReLU, to_torch
-from normmatters.convert.fuse import blocks_of, has_hooks, is_sequential, slots_of
+from normmatters.convert.fuse import blocks_of, is_sequential, slots_of
+from normmatters.convert.fused import has_hooks
 from normmatters.convert.report import Change, ConversionReport
 from normmatters.convert.swap import check_model, replace_modules
 from normmatters.convert.trace import Untraceable, trace_block

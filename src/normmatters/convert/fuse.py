@@ -18,7 +18,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from normmatters.convert.fused import FusedBlock, FusedReLU, Program, fused_class, norm_add_relu
+from normmatters.convert.fused import FusedBlock, FusedReLU, Program, fused_class, has_hooks, norm_add_relu
 from normmatters.convert.trace import Trace, Untraceable, trace_block
 
 _RELUS = {F.relu, F.relu_, torch.relu, torch.relu_, "relu", "relu_"}
@@ -69,13 +69,6 @@ def plan_fusion(model: nn.Module, norms: Collection[nn.Module]) -> FusionPlan:
     for norm in set(norms) - plan.fused.keys():
         plan.notes.setdefault(norm, "it is used at several places" if paths[norm] > 1 else _NO_RELU)
     return plan
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Whether someone watches the module's inputs, outputs or gradients."""
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
 
 
 def is_sequential(module: nn.Module) -> bool:

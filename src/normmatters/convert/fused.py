@@ -35,11 +35,15 @@ class Program:
 
     ``guards`` are the plain attributes of the block (flags, sizes, absent submodules) that the trace read and their
     values then: with others the original ``forward`` could have taken another way. ``norms`` are the paths of the norms
-    that took over a ReLU.
+    that took over a ReLU. ``takes_link`` says that the block's input is the residual of the norm that ends it.
     """
 
     train: str
     evaluate: str
+    linked: (
+        str  # the first once more, with links (see ``linked_forward``); empty if the block does not end in such a norm
+    )
+    takes_link: bool
     guards: tuple[tuple[str, Any], ...]
     norms: tuple[str, ...]
     modules: tuple[tuple[str, str], ...]  # Python modules cannot be pickled: kept by name
@@ -48,23 +52,28 @@ class Program:
     @classmethod
     def of(cls, train: fx.Graph, evaluate: fx.Graph, guards: dict[str, Any], norms: list[str]) -> Program:
         """The program of two traced graphs of the same block."""
-        codes = [graph.python_code(root_module="self") for graph in (train, evaluate)]
+        linked, takes_link = with_links(train)
+        graphs = [train, evaluate, *([] if linked is None else [linked])]
+        codes = [graph.python_code(root_module="self") for graph in graphs]
         names = {name: value for code in codes for name, value in code.globals.items()}
         used = sorted({name for code in codes for name in _compile(code.src, names).__code__.co_names} & set(names))
         return cls(
             codes[0].src,
             codes[1].src,
+            "" if linked is None else codes[2].src,
+            takes_link,
             tuple(sorted(guards.items())),
             tuple(sorted(norms)),
             tuple((name, names[name].__name__) for name in used if isinstance(names[name], ModuleType)),
             tuple((name, names[name]) for name in used if not isinstance(names[name], ModuleType)),
         )
 
-    def functions(self) -> tuple[Any, Any]:
-        """The two forward functions, for training and for evaluation."""
+    def functions(self) -> tuple[Any, Any, Any]:
+        """The forward functions: for training, for evaluation, and for training with links."""
         names = {name: importlib.import_module(path) for name, path in self.modules} | dict(self.objects)
         train = _compile(self.train, names)
-        return train, (train if self.train == self.evaluate else _compile(self.evaluate, names))
+        evaluate = train if self.train == self.evaluate else _compile(self.evaluate, names)
+        return train, evaluate, _compile(self.linked, names) if self.linked else None
 
 
 def _compile(source: str, names: dict[str, Any]) -> Any:
@@ -93,10 +102,9 @@ def new_block(base: Any, program: Program) -> Any:
 @functools.cache
 def fused_class(base: Any, program: Program) -> type[nn.Module]:
     """The subclass of ``base`` that runs ``program``. Blocks with the same program share it."""
-    train, evaluate = program.functions()
+    train, evaluate, linked = program.functions()
 
-    @functools.wraps(base.forward)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def check(self: nn.Module) -> None:
         for name, traced in program.guards:
             now = getattr(self, name)
             if now is not traced and now != traced:
@@ -104,10 +112,19 @@ def fused_class(base: Any, program: Program) -> type[nn.Module]:
                     f"{base.__name__}.{name} is {now!r}, but was {traced!r} when normmatters.convert fused this block: "
                     "set it before converting, or convert with fuse=False"
                 )
+
+    @functools.wraps(base.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        check(self)
         return train(self, *args, **kwargs) if self.training else evaluate(self, *args, **kwargs)
+
+    def forward_linked(self: nn.Module, x: Tensor, link: Tensor | None, wanted: bool) -> Any:
+        check(self)
+        return linked(self, x, link, wanted)
 
     body = {
         "forward": forward,
+        "forward_linked": forward_linked,
         "program": program,
         "unfused_class": base,
         "__doc__": base.__doc__,
@@ -130,3 +147,82 @@ def norm_add_relu(norm: Any, input: Tensor, residual: Tensor) -> Tensor:
     finally:
         norm.act = act
     return torch.relu(output + residual)
+
+
+def linked_norm_add_relu(
+    norm: Any, input: Tensor, residual: Tensor, link: Tensor | None, wanted: bool
+) -> tuple[Tensor, Tensor | None]:
+    """:func:`norm_add_relu` and, if ``wanted``, the link to its output; ``link`` is the residual's."""
+    if residual.shape != input.shape or residual.dtype != input.dtype or has_hooks(norm):
+        return norm_add_relu(norm, input, residual), None
+    return norm.forward_linked(input, residual, link, wanted)  # type: ignore[no-any-return]
+
+
+def with_links(graph: fx.Graph) -> tuple[fx.Graph | None, bool]:
+    """The graph of a block that ends in :func:`norm_add_relu` with links in and out, and whether it uses the one in."""
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    (result,) = graph.output_node().args
+    if len(inputs) != 1 or not isinstance(result, fx.Node) or result.target is not norm_add_relu:
+        return None, False
+    linked = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    linked.graph_copy(graph, copies)
+    with linked.inserting_after(copies[inputs[0]]):
+        wanted = linked.placeholder("wanted")
+        link = linked.placeholder("link")  # stands before the other one
+    end = copies[result]
+    takes_link = end.args[2] is copies[inputs[0]]
+    with linked.inserting_before(end):
+        pair = linked.call_function(linked_norm_add_relu, (*end.args, link if takes_link else None, wanted))
+    end.replace_all_uses_with(pair)
+    linked.erase_node(end)
+    linked.output(pair)
+    return linked, takes_link
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether someone watches the module's inputs, outputs or gradients."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
+class LinkedSequential(nn.Sequential):
+    """``nn.Sequential`` whose fused blocks hand their output on with its link.
+
+    A block uses its input twice, and the two gradients of it are then not added on their own but inside the backward
+    pass of the norm that made it (see :mod:`normmatters.kernels.ops`). What is not such a block, or is watched, is
+    called as ever.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """As ``nn.Sequential``."""
+        modules: list[Any] = list(self)
+        link = None
+        for module, following in zip(modules, [*modules[1:], None]):
+            wanted = links(module) and links(following) and following.program.takes_link
+            if wanted or link is not None:
+                input, link = module.forward_linked(input, link, wanted)
+            else:
+                input = module(input)
+        return input
+
+
+def links(module: Any) -> bool:
+    """Whether the module is a block in training that ends in a fused norm, and nobody would miss its being called."""
+    return (
+        isinstance(module, FusedBlock)
+        and bool(module.program.linked)
+        and module.training  # type: ignore[attr-defined]
+        and not has_hooks(module)  # type: ignore[arg-type]
+        and module._compiled_call_impl is None  # type: ignore[attr-defined]
+    )
+
+
+def link_sequentials(model: nn.Module) -> None:
+    """Make plain Sequentials that hold linking blocks behind one another hand links on."""
+    for module in model.modules():
+        if type(module) is nn.Sequential:
+            programs = [getattr(child, "program", None) for child in module]
+            if any(a and b and a.linked and b.takes_link for a, b in zip(programs, programs[1:])):
+                object.__setattr__(module, "__class__", LinkedSequential)

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from normmatters.convert.fuse import FusionPlan, plan_fusion
+from normmatters.convert.fused import link_sequentials
 from normmatters.convert.report import Change, ConversionReport
 from normmatters.functional.checks import check_memory
 from normmatters.nn import batchnorm as bn
@@ -126,6 +127,7 @@ def convert(
             report.changes.append(Change(name, before, type(new[module]).__name__, plan.fused.get(module, act), note))
 
     plan.apply()
+    link_sequentials(model)
     for old in plan.fused:
         new[old].act = "relu"  # type: ignore[assignment]
     model = replace_modules(model, new)

@@ -16,6 +16,9 @@ from normmatters.functional.statistic import (
     statistic_kind,
 )
 
+#: Instead of eps = 0, which torch 2.11 refuses: added to any scale's square that is not 0 it changes nothing.
+TINY = torch.finfo(torch.float32).tiny
+
 
 def lp_batch_norm(
     input: Tensor,
@@ -140,7 +143,7 @@ def _normalize_by_running(
     if kind == "mean":
         assert running_mean is not None
         running_var, eps = torch.ones_like(running_mean), 0.0
-    return F.batch_norm(input, running_mean, running_var, weight, bias, False, 0.0, eps)
+    return F.batch_norm(input, running_mean, running_var, weight, bias, False, 0.0, max(eps, TINY))
 
 
 def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:

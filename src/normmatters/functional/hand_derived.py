@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from normmatters.functional.batch_norm import lp_batch_norm, update_running_statistics
+from normmatters.functional.batch_norm import TINY, lp_batch_norm, update_running_statistics
 from normmatters.functional.checks import check_batch_norm
 from normmatters.functional.statistic import Kind, check_constant, compute_dtype, scale_constant, statistic_kind
 
@@ -265,7 +265,7 @@ def _normalize(
     """act((x − μ)/√(s² + eps)·weight + bias + residual), rounded to x's dtype once."""
     weight, bias = (t if t is None else t.to(mean.dtype) for t in (weight, bias))
     if x.dtype == mean.dtype and x.stride(1) != 1:
-        y = F.batch_norm(x, mean, squared, weight, bias, False, 0.0, eps)  # with given statistics: one fused pass
+        y = F.batch_norm(x, mean, squared, weight, bias, False, 0.0, max(eps, TINY))  # with given statistics: one pass
         if residual is not None:
             y += residual
         return y.relu_() if act == "relu" else y

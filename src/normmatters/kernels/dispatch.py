@@ -172,6 +172,45 @@ def batch_norm(
         tensor([[0.0000],
                 [0.7979]])
     """
+    return linked_batch_norm(
+        input, running_mean, running_var, weight, bias, training, momentum, eps,
+        p=p, k=k, constant=constant, act=act, residual=residual, memory=memory,
+    )[0]  # fmt: skip
+
+
+def linked_batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    *,
+    p: float | str = 1,
+    k: int | None = None,
+    constant: str | float = "exact",
+    act: str | None = None,
+    residual: Tensor | None = None,
+    memory: str = "exact",
+    link: Tensor | None = None,
+    linked: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """:func:`batch_norm`, and a link to its output if ``linked`` (see :mod:`normmatters.kernels.ops`), or None.
+
+    ``link`` is what the batch norm that made ``residual`` gave with it. Where no kernel runs there are no links: the one
+    that comes is left alone, and the residual's gradient goes the usual way.
+
+    input and residual: (N, C, ...); the other tensors: (C,).
+
+    Example::
+
+        >>> x = torch.tensor([[1.0], [3.0]])
+        >>> output, link = linked_batch_norm(x, None, None, None, None, True, 0.1, 0.0, linked=True)
+        >>> link is None  # on a CPU
+        True
+    """
     backend = batch_norm_backend(input, training=training, p=p, k=k, memory=memory)
     if backend.name == "triton":
         from normmatters.kernels import ops
@@ -183,8 +222,8 @@ def batch_norm(
         )
         _check_devices(input, running_mean, running_var, weight, bias, residual)
         C = scale_constant(p, input.numel() // input.shape[1], k, constant)
-        if residual is not None:
-            residual = residual.to(input.dtype)
+        if residual is not None and residual.dtype != input.dtype:
+            residual, link = residual.to(input.dtype), None
         return ops.batch_norm(
             input,
             running_mean,
@@ -199,11 +238,13 @@ def batch_norm(
             act=act,
             residual=residual,
             memory=memory,
+            link=link,
+            linked=linked,
         )
     if training:
         _say("batch norm", backend, input)
     plain = precision.batch_norm if backend.name == "arithmetic" else hand_derived.batch_norm
-    return plain(
+    output = plain(
         input,
         running_mean,
         running_var,
@@ -218,6 +259,7 @@ def batch_norm(
         act=act,
         residual=residual,
     )
+    return output, None
 
 
 def layer_norm(

@@ -6,12 +6,19 @@ functional, and its autograd formula is the gradient of the *whole* batch norm, 
 needs none. Splitting them this way keeps the buffer update inside the kernel that has the numbers, and the
 differentiable operator free of mutation, as ``torch.compile`` wants it.
 
+A *link* is how a residual's gradient finds its way without being added to another one first. An output that goes on in
+two ways gets two gradients, and autograd would add them before the backward pass sees the sum: three passes over
+memory. So ``batch_norm_apply`` can hand out a second output, the link: shaped like z but one number in memory, and
+nobody reads it. A later batch norm takes z as its residual together with the link, and sends the residual's gradient
+back through that. The backward pass then gets both gradients, and adds them while it sums them.
+
 In eager mode the same kernels are called from one :class:`torch.autograd.Function`: the dispatcher's way to a Python
 operator and its autograd formula costs more time than launching all the kernels of a small layer.
 """
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -27,13 +34,14 @@ _library.define(
     "str kind, int k, float constant) -> (Tensor, Tensor)"
 )
 _library.define(
-    "batch_norm_apply(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor statistics, Tensor index, "
-    "str kind, int k, float constant, bool relu, bool lean, bool save) -> (Tensor, Tensor, Tensor)"
+    "batch_norm_apply(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor? link, Tensor statistics, "
+    "Tensor index, str kind, int k, float constant, bool relu, bool lean, bool save, bool linked) "
+    "-> (Tensor, Tensor, Tensor, Tensor)"
 )
 _library.define(
-    "batch_norm_backward(Tensor g, Tensor saved, Tensor code, Tensor count, Tensor statistics, Tensor index, "
-    "Tensor? weight, Tensor? bias, str kind, int k, float constant, bool relu, bool residual, bool lean, "
-    "bool need_dresidual, bool channels_last) -> (Tensor, Tensor, Tensor, Tensor)"
+    "batch_norm_backward(Tensor g, Tensor? link, Tensor saved, Tensor code, Tensor count, Tensor statistics, "
+    "Tensor index, Tensor? weight, Tensor? bias, str kind, int k, float constant, bool relu, bool residual, "
+    "bool lean, bool need_dresidual, bool channels_last) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 
 
@@ -74,6 +82,7 @@ def _apply(
     weight: Tensor | None,
     bias: Tensor | None,
     residual: Tensor | None,
+    link: Tensor | None,
     statistics: Tensor,
     index: Tensor | None,
     kind: str,
@@ -82,24 +91,30 @@ def _apply(
     relu: bool,
     lean: bool,
     save: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The output, and the codes and counts that the backward pass needs (empty unless ``save``)."""
+    linked: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The output, the codes and counts that the backward pass needs (empty unless ``save``), and the link if wanted."""
     x = _dense(x)
     if residual is not None:
         residual = residual.contiguous(memory_format=memory_format(x))
-    return kernels.normalize(x, weight, bias, residual, statistics, kind, relu=relu, lean=lean, save=save)
+    z, code, count = kernels.normalize(x, weight, bias, residual, statistics, kind, relu=relu, lean=lean, save=save)
+    return z, code, count, _link(z, linked)
+
+
+def _link(z: Tensor, linked: bool) -> Tensor:
+    return z.new_zeros(1).expand(z.shape) if linked else z.new_empty(0)
 
 
 def _fake_apply(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, *arguments: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    _, _, kind, _, _, relu, lean, save = arguments
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _, _, _, kind, _, _, relu, lean, save, linked = arguments
     z = torch.empty_like(x, memory_format=memory_format(x))
-    shape, bits, counts = kernels.saved_shapes(
+    saved = kernels.saved_shapes(
         view_of(z), z.element_size(), kind, relu=relu, residual=residual is not None, lean=lean, save=save
     )
-    code = x.new_empty(shape, dtype=kernels.code_dtype(bits))
-    return z, code, x.new_empty(counts, dtype=torch.int32)
+    code = x.new_empty(saved.code, dtype=saved.code_dtype)
+    return z, code, x.new_empty(saved.counts, dtype=saved.count_dtype), _link(z, linked)
 
 
 def _backward(g: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -110,6 +125,7 @@ def _backward(g: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tenso
 
 def _gradients(
     g: Tensor,
+    link: Tensor | None,
     saved: Tensor,
     code: Tensor,
     count: Tensor,
@@ -126,48 +142,56 @@ def _gradients(
     need_dresidual: bool,
     channels_last: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    g = g.contiguous(memory_format=_format(g, channels_last))
+    layout = _format(g, channels_last)
+    g = g.contiguous(memory_format=layout)
+    if link is not None:
+        link = link.contiguous(memory_format=layout)
     return kernels.gradient(
-        g, saved, code, count, statistics, index, weight, bias, kind, k, constant,
+        g, link, saved, code, count, statistics, index, weight, bias, kind, k, constant,
         relu=relu, residual=residual, lean=lean, need_dresidual=need_dresidual,
     )  # fmt: skip
 
 
-def _fake_backward(g: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _fake_backward(g: Tensor, link: Tensor | None, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     *_, relu, _, _, need_dresidual, channels_last = arguments
     dx = torch.empty_like(g, memory_format=_format(g, channels_last))
     dweight = g.new_empty(g.shape[1], dtype=torch.float32)
-    dresidual = torch.empty_like(dx) if need_dresidual and relu else g.new_empty(0)
-    return dx, dweight, torch.empty_like(dweight), dresidual
+    written = need_dresidual and (relu or link is not None)
+    return dx, dweight, torch.empty_like(dweight), torch.empty_like(dx) if written else g.new_empty(0)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     """What the backward pass keeps: x (exact), the output (lean), or codes alone (lean, where nobody else keeps it)."""
-    x, weight, bias, residual, statistics, index, kind, k, constant, relu, lean, _ = inputs
-    z, code, count = output
+    x, weight, bias, residual, link, statistics, index, kind, k, constant, relu, lean, _, linked = inputs
+    z, code, count, *_ = output
     saved = None
     if lean:
         saved = z if kernels.inverts_output(relu=relu, residual=residual is not None) else None
     elif kind != "mean":
         saved = _dense(x)
     ctx.save_for_backward(saved, code, count, statistics, index, weight, bias)
-    need_dresidual = residual is not None and residual.requires_grad
+    need_dresidual = any(t is not None and t.requires_grad for t in (residual, link))
     channels_last = memory_format(x) is not torch.contiguous_format
+    ctx.linked, ctx.through_link = linked, link is not None
     ctx.arguments = (kind, k, constant, relu, residual is not None, lean, need_dresidual, channels_last)
 
 
-def _input_gradients(ctx: Any, g: Tensor, backward: Any) -> tuple[Tensor | None, ...]:
-    """dx, dγ, dβ and the residual's gradient, by ``backward``: the kernels or the operator that stands for them."""
+def _input_gradients(ctx: Any, g: Tensor, link: Tensor | None, backward: Any) -> tuple[Tensor | None, ...]:
+    """Gradients of x, γ, β, the residual and the link, by ``backward``: the kernels, or the operator for them."""
     saved, code, count, statistics, index, weight, bias = ctx.saved_tensors
     _, _, _, relu, _, _, need_dresidual, _ = ctx.arguments
+    link = link if ctx.linked else None
     dx, dweight, dbias, dresidual = backward(
-        g, g if saved is None else saved, code, count, statistics, index, weight, bias, *ctx.arguments
+        g, link, g if saved is None else saved, code, count, statistics, index, weight, bias, *ctx.arguments
     )
+    if not (relu or ctx.linked):
+        dresidual = g
     return (
         dx,
         None if weight is None else dweight.to(weight.dtype),
         None if bias is None else dbias.to(bias.dtype),
-        (dresidual if relu else g) if need_dresidual else None,
+        dresidual if need_dresidual and not ctx.through_link else None,
+        dresidual if need_dresidual and ctx.through_link else None,
     )
 
 
@@ -181,8 +205,8 @@ def _register() -> None:
         _library.impl(name, kernel, "CPU")  # through Triton's interpreter
         torch.library.register_fake(f"normmatters::{name}", fake, lib=_library)
 
-    def backward(ctx: Any, g: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        return *_input_gradients(ctx, g, torch.ops.normmatters.batch_norm_backward), *[None] * 8
+    def backward(ctx: Any, g: Tensor, _code: Any, _count: Any, link: Tensor) -> tuple[Tensor | None, ...]:
+        return *_input_gradients(ctx, g, link, torch.ops.normmatters.batch_norm_backward), *[None] * 9
 
     torch.library.register_autograd("normmatters::batch_norm_apply", backward, setup_context=_save, lib=_library)
 
@@ -200,6 +224,7 @@ class _BatchNorm(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
         residual: Tensor | None,
+        link: Tensor | None,
         running: tuple[Any, ...],
         kind: str,
         k: int,
@@ -207,19 +232,20 @@ class _BatchNorm(torch.autograd.Function):
         relu: bool,
         lean: bool,
         save: bool,
-    ) -> Tensor:
+        linked: bool,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         x = _dense(x)
         statistics, index = kernels.statistics(x, *running)
-        inputs = (x, weight, bias, residual, statistics, index, kind, k, constant, relu, lean, save)
+        inputs = (x, weight, bias, residual, link, statistics, index, kind, k, constant, relu, lean, save, linked)
         output = _apply(*inputs)
         if save:
             _save(ctx, inputs, output)
-        return output[0]
+        return (output[0], output[3]) if linked else output[0]
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return *_input_gradients(ctx, g, _gradients), *[None] * 7
+    def backward(ctx: Any, g: Tensor, link: Tensor | None = None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return *_input_gradients(ctx, g, link, _gradients), *[None] * 8
 
 
 def batch_norm(
@@ -237,24 +263,31 @@ def batch_norm(
     act: str | None,
     residual: Tensor | None,
     memory: str,
-) -> Tensor:
-    """A training step's batch norm; the dispatcher has checked the arguments."""
+    link: Tensor | None = None,
+    linked: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """A training step's batch norm, and its link if ``linked``; the dispatcher has checked the arguments."""
     weight, bias = (None if t is None else t.contiguous() for t in (weight, bias))
     relu = act == "relu"
     lean = memory == "lean" and kind == "l1"  # the other statistics' gradients need the input itself
-    save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias, residual))
+    if link is not None and residual is not None:
+        residual = residual.detach()  # its gradient takes the link
+    save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias, residual, link))
+    linked = linked and save
     running = (running_mean, running_var, momentum, eps, kind, k or 0, constant)
+    options = (kind, k or 0, constant, relu, lean, save, linked)
     if not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() == 0:
-        if x.is_cuda and x.get_device() != torch.cuda.current_device():
-            with torch.cuda.device(x.device):
-                return batch_norm(
-                    x, running_mean, running_var, weight, bias, momentum, eps,
-                    kind=kind, k=k, constant=constant, act=act, residual=residual, memory=memory,
-                )  # fmt: skip
-        z: Tensor = _BatchNorm.apply(x, weight, bias, residual, running, kind, k or 0, constant, relu, lean, save)
-        return z
+        with _on_device_of(x):
+            out = _BatchNorm.apply(x, weight, bias, residual, link, running, *options)
+        return out if linked else (out, None)
     with torch.no_grad():
         statistics, index = torch.ops.normmatters.batch_norm_statistics(x.detach(), *running)
-    arguments = (statistics, index, kind, k or 0, constant, relu, lean, save)
-    z = torch.ops.normmatters.batch_norm_apply(x, weight, bias, residual, *arguments)[0]
-    return z
+    z, _, _, out = torch.ops.normmatters.batch_norm_apply(x, weight, bias, residual, link, statistics, index, *options)
+    return z, out if linked else None
+
+
+def _on_device_of(x: Tensor) -> Any:
+    """Kernels run on the current device; switching to the one that is current already would cost time."""
+    if x.is_cuda and x.get_device() != torch.cuda.current_device():
+        return torch.cuda.device(x.device)
+    return contextlib.nullcontext()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +14,8 @@ from torch.nn.modules.batchnorm import _NormBase  # not BatchNorm2d: torch's Syn
 from normmatters.functional.checks import check_act, check_memory
 from normmatters.functional.statistic import scale_constant
 from normmatters.kernels import dispatch
+
+T = TypeVar("T")
 
 
 class _LpBatchNorm(_NormBase):
@@ -67,6 +70,26 @@ class _LpBatchNorm(_NormBase):
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         """Normalize ``input``, (N, C, ...), add ``residual`` of the same shape if given, apply ``act`` if set."""
+        return self._forward(self._batch_norm, input, residual)
+
+    def forward_linked(
+        self, input: Tensor, residual: Tensor | None = None, link: Tensor | None = None, linked: bool = True
+    ) -> tuple[Tensor, Tensor | None]:
+        """:meth:`forward` where the gradients of a residual and of its other use are not added in between.
+
+        Hand the output and the link that comes with it on together: the output to whatever else uses it, both to the
+        ``forward_linked`` whose residual it is. That saves two passes over memory. There is no link, but None, unless
+        ``linked``, and where no kernel runs; the result is the same.
+
+        Example::
+
+            >>> first, second = L1BatchNorm2d(4, act="relu"), L1BatchNorm2d(4, act="relu")
+            >>> z, link = first.forward_linked(torch.randn(8, 4, 5, 5))
+            >>> z, _ = second.forward_linked(2 * z, z, link, linked=False)
+        """
+        return self._forward(self._linked_batch_norm, input, residual, link, linked)
+
+    def _forward(self, normalize: Callable[..., T], input: Tensor, residual: Tensor | None, *links: Any) -> T:
         self._check_input_dim(input)
         tracked = self.training and self.track_running_stats and not _recomputing()
         count = self.num_batches_tracked if tracked else None
@@ -74,13 +97,14 @@ class _LpBatchNorm(_NormBase):
         if momentum is None:  # cumulative average: the count is raised below, once nothing can fail any more
             momentum = 0.0 if count is None else 1.0 / (float(count) + 1)
         use_buffers = tracked or not self.training
-        output = self._batch_norm(
+        output = normalize(
             input,
             self.running_mean if use_buffers else None,
             self.running_var if use_buffers else None,
             self.training or (self.running_mean is None and self.running_var is None),
             momentum,
             residual,
+            *links,
         )
         if count is not None:
             count.add_(1)
@@ -96,7 +120,21 @@ class _LpBatchNorm(_NormBase):
         residual: Tensor | None,
     ) -> Tensor:
         """The normalization itself; :class:`~normmatters.nn.sync.SyncLpBatchNorm` takes it over several processes."""
-        return dispatch.batch_norm(
+        arguments = (input, running_mean, running_var, training, momentum, residual)
+        return _LpBatchNorm._linked_batch_norm(self, *arguments, None, False)[0]
+
+    def _linked_batch_norm(
+        self,
+        input: Tensor,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        training: bool,
+        momentum: float,
+        residual: Tensor | None,
+        link: Tensor | None,
+        linked: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        return dispatch.linked_batch_norm(
             input,
             running_mean,
             running_var,
@@ -111,6 +149,8 @@ class _LpBatchNorm(_NormBase):
             act=self.act,
             residual=residual,
             memory=self.memory,
+            link=link,
+            linked=linked,
         )
 
     def reset_parameters(self) -> None:

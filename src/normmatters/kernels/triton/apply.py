@@ -16,6 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from normmatters.kernels.triton.launch import wait_for_previous
 from normmatters.kernels.triton.stats import EXTREME, L1, L2, MEAN, ROWS, add_entries, by_group, load_tile, tile_rows
 
 # What the backward pass knows x̂ from.
@@ -70,7 +71,9 @@ def normalize_kernel(
     GROUP: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    wait_for_previous(OVERLAP)
     pid = tl.program_id(0)
     split = tl.program_id(1)
     splits = tl.num_programs(1)
@@ -137,7 +140,7 @@ def normalize_kernel(
     if COUNT:
         entry = pid * (BLOCK_C // GROUP) + tl.arange(0, BLOCK_C // GROUP)
         total = by_group(tl.sum(count, axis=0), GROUP, BLOCK_C)
-        tl.store(count_ptr + split * entries + entry, total, mask=entry < entries)
+        tl.store(count_ptr + split * entries + entry, total.to(count_ptr.dtype.element_ty), mask=entry < entries)
 
 
 @triton.jit
@@ -182,6 +185,8 @@ def coarse(words):
 @triton.jit
 def reduce_kernel(
     g_ptr,
+    link_ptr,
+    d_ptr,
     saved_ptr,
     code_ptr,
     weight_ptr,
@@ -201,16 +206,20 @@ def reduce_kernel(
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     RELU: tl.constexpr,
+    LINKED: tl.constexpr,
     ROUNDING: tl.constexpr,
     TINY: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Partial Σg and Σg·t, where t is x−μ, z−β (the sign of x−μ where that is vague) or x̂'s code.
 
-    They stand in the scratch behind the coefficients.
+    They stand in the scratch behind the coefficients. LINKED: g comes in two parts, and their sum behind the ReLU is
+    written to d, rounded as a tensor of its own would be.
     """
+    wait_for_previous(OVERLAP)
     part_ptr = scratch_ptr + 4 * channels
     pid = tl.program_id(0)
     split = tl.program_id(1)
@@ -231,6 +240,8 @@ def reduce_kernel(
     first = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
     second = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
     g_ahead = load_tile(g_ptr, tiles - 1 - split, col, rows, cols, BLOCK_R, EVEN)
+    if LINKED:
+        link_ahead = load_tile(link_ptr, tiles - 1 - split, col, rows, cols, BLOCK_R, EVEN)
     if TENSOR:
         t_ahead = load_tile(saved_ptr, tiles - 1 - split, col, rows, cols, BLOCK_R, EVEN)
     if WORDS:
@@ -240,6 +251,9 @@ def reduce_kernel(
         following = tl.where(tile >= splits, tile - splits, tiles)
         g = g_ahead.to(tl.float32)
         g_ahead = load_tile(g_ptr, following, col, rows, cols, BLOCK_R, EVEN)
+        if LINKED:
+            g = (g + link_ahead.to(tl.float32)).to(d_ptr.dtype.element_ty).to(tl.float32)
+            link_ahead = load_tile(link_ptr, following, col, rows, cols, BLOCK_R, EVEN)
         if WORDS:
             words = words_ahead
             words_ahead = load_words(code_ptr, following, col, rows, cols, BLOCK_R, EVEN)
@@ -257,12 +271,20 @@ def reduce_kernel(
             t = t - center[None, None, :]
             second += tl.sum(g * t, axis=1)
         first += tl.sum(g, axis=1)
+        if LINKED:
+            row = tile_rows(tile, BLOCK_R)
+            mask = row < rows
+            if not EVEN:
+                mask = mask & inside[None, None, :]
+            tl.store(d_ptr + row.to(tl.int64) * cols + col[None, None, :], g.to(d_ptr.dtype.element_ty), mask=mask)
     if SOURCE == FROM_OUTPUT:
         vague = is_vague(gamma, beta, ROUNDING, TINY) & inside
         if tl.max(vague.to(tl.int32), axis=0) > 0:
             signed = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
             for it in range(split, tiles, splits):
                 g = load_tile(g_ptr, it, col, rows, cols, BLOCK_R, EVEN).to(tl.float32)
+                if LINKED:
+                    g += load_tile(link_ptr, it, col, rows, cols, BLOCK_R, EVEN).to(tl.float32)
                 if RELU:
                     g = tl.where(load_tile(saved_ptr, it, col, rows, cols, BLOCK_R, EVEN) > 0, g, 0.0)
                 words = load_words(code_ptr, it, col, rows, cols, BLOCK_R, EVEN)
@@ -300,8 +322,10 @@ def gradient_kernel(
     TINY: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """dγ, dβ and the coefficients of dx = A·g + B·t + E: coefficient[0..2]; [3] is what each extreme element gets."""
+    wait_for_previous(OVERLAP)
     coefficient_ptr = scratch_ptr
     part_ptr = scratch_ptr + 4 * channels
     channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -367,8 +391,10 @@ def input_gradient_kernel(
     WRITE_RESIDUAL: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """dx = A·g + B·t + E, and the residual's gradient: the masked g."""
+    wait_for_previous(OVERLAP)
     pid = tl.program_id(0)
     split = tl.program_id(1)
     splits = tl.num_programs(1)
@@ -429,8 +455,11 @@ def input_gradient_kernel(
 
 
 @triton.jit
-def scatter_kernel(dx_ptr, index_ptr, coefficient_ptr, channels, K: tl.constexpr, BLOCK_C: tl.constexpr):
+def scatter_kernel(
+    dx_ptr, index_ptr, coefficient_ptr, channels, K: tl.constexpr, BLOCK_C: tl.constexpr, OVERLAP: tl.constexpr
+):
     """Adds the extra term of the K extreme elements of each channel."""
+    wait_for_previous(OVERLAP)
     channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     mask = channel < channels
     each = tl.load(coefficient_ptr + 3 * channels + channel, mask=mask, other=0.0)

@@ -58,21 +58,28 @@ def code_bits(kind: str, *, relu: bool, residual: bool, lean: bool) -> int:
     return 2 if relu or kind == "l1" else 0
 
 
-def code_dtype(bits: int) -> torch.dtype:
-    """Of a word that holds the codes of ROWS_PER_CODE = 4 rows."""
-    return torch.int16 if bits == 4 else torch.int8
+class Saved(NamedTuple):
+    """Shapes and dtypes of what the backward pass needs beside its tensor: codes, and for L1 counts above the mean."""
+
+    code: tuple[int, int] = (0, 0)
+    code_dtype: torch.dtype = torch.int8
+    counts: tuple[int, int] = (0, 0)
+    count_dtype: torch.dtype = torch.int32
 
 
-def saved_shapes(
-    view: View, itemsize: int, kind: str, *, relu: bool, residual: bool, lean: bool, save: bool
-) -> tuple[tuple[int, int], int, tuple[int, int]]:
-    """Shape and bits of the code, and the shape of the count (L1); nothing unless ``save``."""
+def saved_shapes(view: View, itemsize: int, kind: str, *, relu: bool, residual: bool, lean: bool, save: bool) -> Saved:
+    """What is saved; nothing unless ``save``."""
     if not save:
-        return (0, 0), 0, (0, 0)
+        return Saved()
     bits = code_bits(kind, relu=relu, residual=residual, lean=lean)
+    saved = Saved((view.code_rows, view.cols) if bits else (0, 0), torch.int16 if bits == 4 else torch.int8)
+    if kind != "l1":
+        return saved
     tiling = tiling_of(view, itemsize)
-    count = (tiling.splits, tiling.entries(view)) if kind == "l1" else (0, 0)
-    return (view.code_rows, view.cols) if bits else (0, 0), bits, count
+    # The least integer that holds what one program can count.
+    most = -(-tiling.tiles // tiling.splits) * tiling.block_r * ROWS_PER_CODE * tiling.group
+    dtype = torch.uint8 if most <= 255 else torch.int16 if most <= 32767 else torch.int32
+    return saved._replace(counts=(tiling.splits, tiling.entries(view)), count_dtype=dtype)
 
 
 def groups_of(view: View, itemsize: int, k: int) -> int:
@@ -93,6 +100,8 @@ def _even(view: View, tiling: Tiling) -> bool:
 def _empty(x: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=x.device)
 
+
+_launch = functools.partial(Launch, overlaps=True)
 
 #: The dtypes of weight and bias: a plan is for one set of dtypes, as its compiled kernels are.
 Affine = tuple[torch.dtype | None, torch.dtype | None]
@@ -128,7 +137,7 @@ def _statistics_plan(
     if kind in ("l1", "l2"):
         pilot, pilot_splits, samples = _pilot(view)
     sizes = (view.rows, view.cols, view.spatial, view.channels, entries)
-    moments = Launch(
+    moments = _launch(
         stats.moments_kernel,
         (-(-view.cols // tiling.block_c), tiling.splits),
         (*sizes, samples, tiling.tiles),
@@ -150,7 +159,7 @@ def _statistics_plan(
         elements = (
             -(-tiling.tiles // tiling.splits) * ROWS_PER_CODE * (1 if keep > 1 else tiling.block_r) * tiling.group
         )
-        finish = Launch(
+        finish = _launch(
             select.select_kernel,
             (view.channels, 1),
             (*sizes, tiling.splits, per_channel, tiling.tiles, groups, elements, view.n),
@@ -167,7 +176,7 @@ def _statistics_plan(
         )
     else:
         block_c, block_e, programs = _channel_blocks(view)
-        finish = Launch(
+        finish = _launch(
             stats.finalize_kernel,
             (programs, 1),
             (*sizes, tiling.splits, per_channel, samples, min(view.n, BEND_SAMPLES), view.n),
@@ -213,7 +222,7 @@ def _pilot(view: View) -> tuple[Launch, int, int]:
     # Tall tiles: a program waits for memory a few times only.
     block_i = min(4096 // block_j, next_power_of_2(work))
     splits = 1 << max(0, min(16, -(-work // block_i)).bit_length() - 1)
-    launch = Launch(
+    launch = _launch(
         stats.pilot_kernel,
         (blocks, splits),
         (view.rows, view.cols, view.spatial, view.channels, samples, step),
@@ -271,9 +280,7 @@ class NormalizePlan(NamedTuple):
     """The launch of :func:`normalize` at one shape, and what it saves."""
 
     launch: Launch
-    code_shape: tuple[int, int]
-    code_dtype: torch.dtype
-    count_shape: tuple[int, int]
+    saved: Saved
 
 
 @functools.cache
@@ -281,10 +288,8 @@ def _normalize_plan(
     view: View, dtype: torch.dtype, affine: Affine, residual: bool, kind: str, relu: bool, lean: bool, save: bool
 ) -> NormalizePlan:
     tiling = tiling_of(view, dtype.itemsize)
-    code_shape, bits, count_shape = saved_shapes(
-        view, dtype.itemsize, kind, relu=relu, residual=residual, lean=lean, save=save
-    )
-    launch = Launch(
+    bits = code_bits(kind, relu=relu, residual=residual, lean=lean) if save else 0
+    launch = _launch(
         apply.normalize_kernel,
         (-(-view.cols // tiling.block_c), tiling.splits),
         (view.rows, view.cols, view.spatial, view.channels, tiling.entries(view), tiling.tiles),
@@ -305,7 +310,8 @@ def _normalize_plan(
         # With a residual, two tensors are on their way at a time: fewer programs, more loads each.
         maxnreg=None if residual else MAX_REGISTERS,
     )
-    return NormalizePlan(launch, code_shape, code_dtype(bits), count_shape)
+    saved = saved_shapes(view, dtype.itemsize, kind, relu=relu, residual=residual, lean=lean, save=save)
+    return NormalizePlan(launch, saved)
 
 
 def normalize(
@@ -323,8 +329,9 @@ def normalize(
     """The output, its codes, and how many elements lie above the mean (L1); the last two empty unless ``save``."""
     plan = _normalize_plan(view_of(x), x.dtype, _affine(weight, bias), residual is not None, kind, relu, lean, save)
     z = torch.empty_like(x)
-    code = _empty(x, *plan.code_shape, dtype=plan.code_dtype)
-    count = _empty(x, *plan.count_shape, dtype=torch.int32)
+    saved = plan.saved
+    code = _empty(x, *saved.code, dtype=saved.code_dtype)
+    count = _empty(x, *saved.counts, dtype=saved.count_dtype)
     w = statistics if weight is None else weight
     b = statistics if bias is None else bias
     r = x if residual is None else residual
@@ -352,7 +359,8 @@ def _gradient_plan(
     relu: bool,
     residual: bool,
     lean: bool,
-    write_residual: bool,
+    need_dresidual: bool,
+    linked: bool,
 ) -> GradientPlan:
     tiling = tiling_of(view, dtype.itemsize)
     number = KINDS[kind]
@@ -366,8 +374,7 @@ def _gradient_plan(
     blocks = {"BLOCK_R": tiling.block_r, "BLOCK_C": tiling.block_c}
     grid = (-(-view.cols // tiling.block_c), tiling.splits)
     sizes = (view.rows, view.cols, view.spatial, view.channels)
-    options = {"num_warps": tiling.num_warps, "maxnreg": MAX_REGISTERS}
-    reduce = Launch(
+    reduce = _launch(
         apply.reduce_kernel,
         grid,
         (*sizes, entries, tiling.tiles),
@@ -378,14 +385,17 @@ def _gradient_plan(
             "EVEN": even,
             **has,
             "RELU": relu,
+            "LINKED": linked,
             **rounding,
             "GROUP": tiling.group,
             **blocks,
         },
-        **options,
+        num_warps=tiling.num_warps,
+        # Three tensors on their way need more room.
+        maxnreg=None if linked and source == 0 else MAX_REGISTERS,
     )
     block_c, block_e, programs = _channel_blocks(view)
-    finish = Launch(
+    finish = _launch(
         apply.gradient_kernel,
         (programs, 1),
         (view.channels, entries, tiling.splits, view.spatial // tiling.group, view.n),
@@ -400,33 +410,37 @@ def _gradient_plan(
         },
         num_warps=8,
     )
-    input_gradient = Launch(
+    # What the sums kernel wrote of a linked gradient is behind the ReLU already.
+    masks = relu and not linked
+    input_gradient = _launch(
         apply.input_gradient_kernel,
         grid,
         (*sizes, tiling.tiles),
         {
             "KIND": number,
             "K": terms,
-            "CODE_BITS": bits if relu or kind == "l1" else 0,
+            "CODE_BITS": bits if masks or kind == "l1" else 0,
             "CONTIGUOUS": contiguous,
             "EVEN": even,
-            "RELU": relu,
-            "WRITE_RESIDUAL": write_residual,
+            "RELU": masks,
+            "WRITE_RESIDUAL": masks and need_dresidual,
             **blocks,
         },
-        **options,
+        num_warps=tiling.num_warps,
+        maxnreg=MAX_REGISTERS,
     )
     scatter = None
     if terms:
         block = min(128, next_power_of_2(view.channels))
         grid = (-(-view.channels // block), 1)
-        scatter = Launch(apply.scatter_kernel, grid, (view.channels,), {"K": terms, "BLOCK_C": block}, num_warps=1)
+        scatter = _launch(apply.scatter_kernel, grid, (view.channels,), {"K": terms, "BLOCK_C": block}, num_warps=1)
     planes = 1 if kind == "mean" else 2
     return GradientPlan(reduce, finish, input_gradient, scatter, 4 * view.channels + planes * tiling.splits * entries)
 
 
 def gradient(
     g: Tensor,
+    link: Tensor | None,
     saved: Tensor,
     code: Tensor,
     count: Tensor,
@@ -443,23 +457,23 @@ def gradient(
     lean: bool,
     need_dresidual: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """dx, dγ, dβ and the residual's gradient (None where it is g itself or not wanted)."""
+    """dx, dγ, dβ and the residual's gradient (None where it is g itself or not wanted). ``link`` is added to g."""
     view = view_of(g)
-    # Without a ReLU the residual's gradient is g itself: the caller hands that on.
-    write_residual = need_dresidual and relu
-    plan = _gradient_plan(view, g.dtype, _affine(weight, bias), kind, k, relu, residual, lean, write_residual)
+    linked = link is not None
+    plan = _gradient_plan(view, g.dtype, _affine(weight, bias), kind, k, relu, residual, lean, need_dresidual, linked)
     w = statistics if weight is None else weight
     b = statistics if bias is None else bias
-    aligned = are_aligned(g, saved, w, b)
+    aligned = are_aligned(g, saved, w, b, link)
     scratch, dweight, dbias = _empty(g, plan.scratch), _empty(g, view.channels), _empty(g, view.channels)
     dx = torch.empty_like(g)
-    dresidual = torch.empty_like(g) if write_residual else None
+    # Without a ReLU the residual's gradient is g itself: the caller hands that on.
+    behind = torch.empty_like(g) if linked or (need_dresidual and relu) else dx
     extremes = statistics if index is None else index
-    plan.reduce((g, saved, code, w, b, statistics, scratch), aligned=aligned)
+    plan.reduce((g, g if link is None else link, behind, saved, code, w, b, statistics, scratch), aligned=aligned)
     plan.finish((scratch, count, w, b, statistics, dweight, dbias), (constant,), aligned=aligned)
     plan.input_gradient(
-        (g, saved, code, statistics, scratch, extremes, dx, dx if dresidual is None else dresidual), aligned=aligned
+        (behind if linked else g, saved, code, statistics, scratch, extremes, dx, behind), aligned=aligned
     )
     if plan.scatter is not None:
         plan.scatter((dx, extremes, scratch), aligned=aligned)
-    return dx, dweight, dbias, dresidual
+    return dx, dweight, dbias, behind if need_dresidual and behind is not dx else None

@@ -4,14 +4,35 @@ Triton works out the types, alignments and special values of some thirty argumen
 that takes longer than the kernel runs. A :class:`Launch` belongs to one shape, dtype and set of options, from which all
 its integers follow, so the compiled kernel is kept and launched directly. Only the pointers' alignment can differ from
 call to call: where one is not a multiple of 16 bytes, Triton's own way is taken.
+
+From compute capability 9.0 on, a kernel's programs take their places while the kernel before still runs (programmatic
+dependent launch), and :func:`wait_for_previous`, the first thing that each of them does, holds them there until it has
+ended. That hides the time that a launch takes, some microseconds, of which a layer has seven.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
+
+
+@triton.jit
+def wait_for_previous(OVERLAP: tl.constexpr):
+    """Nothing of the kernel before may be read, and nothing that it reads be written, until this returns."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@functools.cache
+def can_overlap(device: int) -> bool:
+    """Whether a kernel's programs may be placed before the kernel before it has ended."""
+    return device >= 0 and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def are_aligned(*tensors: Tensor | None) -> bool:
@@ -20,7 +41,10 @@ def are_aligned(*tensors: Tensor | None) -> bool:
 
 
 class Launch:
-    """A kernel at one shape: its grid, its integers and its compile-time constants, in the order of its signature."""
+    """A kernel at one shape: its grid, its integers and its compile-time constants, in the order of its signature.
+
+    With ``overlaps`` the signature ends with ``OVERLAP``, which is set here, and the kernel waits for the one before.
+    """
 
     def __init__(
         self,
@@ -31,6 +55,7 @@ class Launch:
         *,
         num_warps: int = 4,
         maxnreg: int | None = None,
+        overlaps: bool = False,
     ) -> None:
         self.kernel = kernel
         self.grid = grid
@@ -38,7 +63,8 @@ class Launch:
         self.constants = constants
         self.options = {"num_warps": num_warps, "maxnreg": maxnreg}
         self._compiled: dict[int, tuple[Any, Any, Any]] = {}
-        self._values = tuple(constants.values())
+        self.overlaps = overlaps
+        self._values = (*constants.values(), *([None] if overlaps else []))  # a compiled kernel does not look at them
 
     def __call__(self, tensors: tuple[Tensor, ...], numbers: tuple[float, ...] = (), *, aligned: bool = True) -> None:
         """Launch on the current stream of the first tensor's device; ``numbers`` come after the integers."""
@@ -50,6 +76,9 @@ class Launch:
             arguments = (*tensors, *self.integers, *numbers, *self._values)
             run(*self.grid, 1, stream, function, metadata, None, None, None, *arguments)
             return
-        compiled = self.kernel[self.grid](*tensors, *self.integers, *numbers, **self.constants, **self.options)
+        options = self.options
+        if self.overlaps:
+            options = {**options, "OVERLAP": can_overlap(device), "launch_pdl": can_overlap(device)}
+        compiled = self.kernel[self.grid](*tensors, *self.integers, *numbers, **self.constants, **options)
         if aligned and compiled is not None:  # the interpreter gives nothing back
             self._compiled[device] = (compiled.run, compiled.function, compiled.packed_metadata)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from normmatters.kernels.triton.launch import wait_for_previous
 from normmatters.kernels.triton.stats import RANGE, ROWS, add_entries, write_statistics
 
 
@@ -74,8 +75,10 @@ def select_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One channel a program: μ, the statistic, and index[j] = offset of the j-th element (~offset below the mean)."""
+    wait_for_previous(OVERLAP)
     channel = tl.program_id(0)
     one = channel + tl.arange(0, 1)
     total, _b, _c = add_entries(

@@ -20,6 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from normmatters.kernels.triton.launch import wait_for_previous
 from normmatters.kernels.triton.layout import ROWS_PER_CODE
 
 # Kinds of statistic, as the kernels see them.
@@ -78,8 +79,10 @@ def pilot_kernel(
     CONTIGUOUS: tl.constexpr,
     BLOCK_I: tl.constexpr,
     BLOCK_J: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Sums a sample of each channel: a row of every stratum, or of every image a short run of pixels."""
+    wait_for_previous(OVERLAP)
     split = tl.program_id(1)
     splits = tl.num_programs(1)
     if CONTIGUOUS:
@@ -137,8 +140,10 @@ def moments_kernel(
     GROUP: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Partial sums [stat, split, entry] behind the pilot's; for L∞, Top(k) and range also extremes [2, slot, entry]."""
+    wait_for_previous(OVERLAP)
     part_ptr = scratch_ptr + PILOT_SPLITS * channels
     pid = tl.program_id(0)
     split = tl.program_id(1)
@@ -335,8 +340,10 @@ def finalize_kernel(
     PILOT_SPLITS: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Partial sums -> μ, 1/D, s/D and the running statistics (L1, L2, mean-only)."""
+    wait_for_previous(OVERLAP)
     part_ptr = scratch_ptr + PILOT_SPLITS * channels
     channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     mask = channel < channels

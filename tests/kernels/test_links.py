@@ -1,0 +1,143 @@
+"""Links through a converted network: a residual's gradient reaches the norm before it unadded, and nothing else changes."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("triton")
+
+from normmatters.convert import convert, to_torch
+from normmatters.convert.fused import LinkedSequential
+from normmatters.kernels import ops
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class Block(nn.Module):
+    """A residual block as torchvision writes it."""
+
+    def __init__(self, channels_in: int, channels: int) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(channels_in, channels, 1), nn.BatchNorm2d(channels)
+        self.conv2, self.bn2 = nn.Conv2d(channels, channels, 1), nn.BatchNorm2d(channels)
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample = None
+        if channels_in != channels:
+            self.downsample = nn.Sequential(nn.Conv2d(channels_in, channels, 1), nn.BatchNorm2d(channels))
+
+    def forward(self, x):
+        identity = x
+        out = self.relu(self.bn1(self.conv1(x)))
+        out = self.bn2(self.conv2(out))
+        if self.downsample is not None:
+            identity = self.downsample(x)
+        out += identity
+        return self.relu(out)
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Sequential(Block(3, 4), Block(4, 4), Block(4, 4)), nn.Sequential(Block(4, 5), Block(5, 5)))
+    return convert(net.to(DEVICE), "l1", memory="lean")
+
+
+@pytest.fixture
+def links(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For each backward pass of a norm, whether it got two gradients."""
+    seen: list[bool] = []
+    gradient = ops.kernels.gradient
+
+    def watched(g, link, *rest, **options):
+        seen.append(link is not None)
+        return gradient(g, link, *rest, **options)
+
+    monkeypatch.setattr(ops.kernels, "gradient", watched)
+    return seen
+
+
+def unlinked(model: nn.Module) -> nn.Module:
+    plain = copy.deepcopy(model)
+    for part in plain:
+        object.__setattr__(part, "__class__", nn.Sequential)
+    return plain
+
+
+def step(model, call=None):
+    torch.manual_seed(1)
+    x = torch.randn(4, 3, 5, 5, device=DEVICE).requires_grad_()
+    model.zero_grad()
+    y = (call or model)(x)
+    y.square().sum().backward()
+    return [y, x.grad, *(p.grad for p in model.parameters()), *(b.clone() for b in model.buffers())]
+
+
+def assert_same(ours, expected):
+    for mine, theirs in zip(ours, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_links_go_from_block_to_block(model, links):
+    expected = step(unlinked(model))
+    assert not any(links)
+    links.clear()
+    assert_same(step(model), expected)
+    # In the first part two blocks get a link, in the second one; a block that downsamples has no use for one.
+    assert (len(links), sum(links)) == (12, 3)
+
+
+def test_compiled(model, links):
+    expected = step(unlinked(model))
+    links.clear()
+    assert_same(step(model, torch.compile(model, backend="aot_eager", fullgraph=True)), expected)
+    assert sum(links) == 3
+
+
+def test_a_watched_block_is_called(model, links):
+    seen = []
+    model[0][1].register_forward_hook(lambda module, inputs, output: seen.append(output.shape))
+    expected = step(unlinked(model))
+    links.clear()
+    seen.clear()
+    assert_same(step(model), expected)
+    assert seen == [(4, 4, 5, 5)]
+    assert sum(links) == 1  # the hook's neighbours do without
+
+
+def test_a_watched_norm_is_called(model, links):
+    seen = []
+    model[0][1].bn2.register_forward_hook(lambda module, inputs, output: seen.append(output.shape))
+    step(model)
+    assert seen == [(4, 4, 5, 5)]
+
+
+def test_evaluation_copies_and_the_way_back(model, links):
+    assert isinstance(model[0], LinkedSequential)
+    x = torch.randn(4, 3, 5, 5, device=DEVICE)
+    expected = step(model)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        other.load_state_dict(model.state_dict())
+        assert_same(step(other)[:-36], expected[:-36])
+    model.eval()
+    before = model(x)
+    back = to_torch(model)
+    assert type(back[0]) is nn.Sequential
+    torch.testing.assert_close(back(x), before)
+
+
+def test_a_frozen_first_block(model, links):
+    """Nothing in front learns: the second block's link carries no gradient, and the third's does."""
+    model[0][0].requires_grad_(False)
+    x = torch.randn(4, 3, 5, 5, device=DEVICE)
+    plain = unlinked(model)
+    for net in (model, plain):
+        net(x).square().sum().backward()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (mine.grad is None) == (theirs.grad is None)
+        if mine.grad is not None:
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-5)
