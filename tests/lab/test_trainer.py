@@ -249,7 +249,9 @@ def test_missing_data_is_told_in_the_folder_too(tmp_path: Path) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("amp", ["none", "fp16", "bf16"])
 @pytest.mark.parametrize(
-    "optim", [{}, {"mode": "wd_free"}, {"name": "adamw", "lr": 1e-3}], ids=["sgd", "wd_free", "adamw"]
+    "optim",
+    [{}, {"mode": "wd_free"}, {"mode": "angular"}, {"mode": "norm_schedule"}, {"name": "adamw", "lr": 1e-3}],
+    ids=["sgd", "wd_free", "angular", "norm_schedule", "adamw"],
 )
 def test_cuda_graph_takes_the_eager_steps(tmp_path: Path, amp: str, optim: dict[str, Any]) -> None:
     losses = []

@@ -140,14 +140,23 @@ def _differing(a: RunConfig, b: RunConfig) -> list[str]:
 class Runner:
     """Runs a plan, at most ``workers`` runs at a time; ``on_poll`` is called a few times a second with the runner.
 
+    ``threads``: whether runs share this process; None leaves it to each run (see ``worker.shares_a_process``).
+
     >>> Runner(plan(["fig1"], "quick", "runs/quick"), workers=2).run()          # doctest: +SKIP
     """
 
-    def __init__(self, jobs: list[Job], *, workers: int = 1, data_dir: str | Path | None = None) -> None:
+    def __init__(
+        self,
+        jobs: list[Job],
+        *,
+        workers: int = 1,
+        data_dir: str | Path | None = None,
+        threads: bool | None = None,
+    ) -> None:
         if workers < 1:
             raise ValueError(f"jobs must be at least 1, got {workers}")
         self.jobs, self.workers = jobs, workers
-        self._workers = Workers(workers, data_dir)
+        self._workers = Workers(workers, data_dir, threads)
 
     def of(self, state: State) -> list[Job]:
         return [job for job in self.jobs if job.state == state]
