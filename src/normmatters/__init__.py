@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from normmatters import constants, functional, precision
+from normmatters import constants, functional, precision, weight_norm
 
 # The function takes over the name of the package it comes from: `nm.convert(model)`. Later imports of anything in that
 # package find it in sys.modules and leave the name alone.
@@ -105,6 +105,7 @@ __all__ = [
     "remove_weight_norm",
     "to_torch",
     "update_bn",
+    "weight_norm",
 ]
 
 
