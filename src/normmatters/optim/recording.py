@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -79,6 +79,11 @@ class Recording:
                 raise ValueError(f"{name!r} has no learning rate: its group is {self.groups.get(name)}")
         for key in ("norms", "groups", "shapes", "dims", "angles", "metadata"):
             object.__setattr__(self, key, MappingProxyType(dict(getattr(self, key))))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles are made from plain dictionaries: a read-only view can do neither."""
+        values = [getattr(self, one.name) for one in fields(self)]
+        return type(self), tuple(dict(value) if isinstance(value, MappingProxyType) else value for value in values)
 
     @property
     def names(self) -> list[str]:
