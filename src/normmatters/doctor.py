@@ -156,7 +156,9 @@ class Diagnosis:
         """What it comes to, a sentence a line."""
         converted = [n for n in self.norms if n.becomes]
         fused = sum(bool(n.fused) for n in converted)
-        lines = [f"convert would replace {len(converted)} of {len(self.norms)} norms and fuse {fused} with what follows."]
+        lines = [
+            f"convert would replace {len(converted)} of {len(self.norms)} norms and fuse {fused} with what follows."
+        ]
         if self.kept is not None:
             after = [
                 f"{_bytes(size)} with memory={mode!r}"
