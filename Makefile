@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
 
-.PHONY: test lint install bench clean
+.PHONY: test lint install wheel-check mutation bench demo report docs docs-images clean
 
 install: $(VENV)/.installed
 
@@ -51,5 +51,20 @@ $(VENV)/.installed-lab: pyproject.toml constraints.txt
 	test -e $(VENV)/.installed || $(PIP) install -c constraints.txt -e ".[lab]"
 	touch $@
 
+# The site, in site/. It reads the docstrings without importing anything, so neither torch nor the package is installed.
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -q
+	@echo "The site: $(CURDIR)/site/index.html"
+
+# The pictures of the cards, drawn again by the examples: about a minute and a half on one core.
+docs-images: $(VENV)/.installed-lab
+	for script in examples/*.py; do $(BIN)/python $$script docs/img/$$(basename $$script .py).png || exit 1; done
+	rm -f docs/img/*.safetensors
+
+$(VENV)/.installed-docs: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install -c constraints.txt $$($(BIN)/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'])")
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

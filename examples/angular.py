@@ -32,7 +32,7 @@ def run(kind: str) -> tuple[list[float], list[float]]:
         adamw = torch.optim.AdamW([invariant, rest | {"angular": False}], lr=1e-2)
         optimizer = Angular(adamw, angle=0.0229)
     losses, angles = [], []
-    for _ in range(8):
+    for _ in range(12):
         for batch in torch.randperm(len(images)).split(64):
             optimizer.zero_grad()
             loss = nn.functional.cross_entropy(model(images[batch]), labels[batch])

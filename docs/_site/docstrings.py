@@ -1,4 +1,4 @@
-"""Docstrings as Markdown: ``>>>`` examples become code, which Markdown would read as quotations, and Sphinx's roles names."""
+"""Docstrings as Markdown: ``>>>`` examples, quotations to it, become code, and Sphinx's roles names."""
 
 from __future__ import annotations
 

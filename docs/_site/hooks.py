@@ -20,7 +20,23 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).parents[2]
 PAPERS = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md", "README.md": "index.md"}
 _EVERY_NAME = re.compile(r"<!-- every name of ([\w.]+) -->")
-_LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(\))")
+_NAME = re.compile(r"(?<!\[)`((?:nm|normmatters)(?:\.\w+)+)`")
+_LINK = re.compile(r"(!?)\[([^\]\[]*)\]\((?![a-z]+:)([^)\s#]+)(#[^)\s]*)?\)")
+
+
+def public_names(module: str) -> list[str]:
+    """What a module's ``__all__`` says, read without importing it; of the ranks of a batch norm only ``2d``."""
+    path = ROOT / "src" / module.replace(".", "/")
+    source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    for statement in ast.parse(source.read_text(encoding="utf-8")).body:
+        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "__all__":
+            names = [name for name in ast.literal_eval(statement.value) if not re.search(r"[13]d$", name)]
+            # A function that has the name of its file would be taken for the file.
+            return [f"{module}.{name}" + (f".{name}" if (path / f"{name}.py").exists() else "") for name in names]
+    raise ValueError(f"{source} has no __all__")
+
+
+_PUBLIC = {name.rpartition(".")[2] for name in public_names("normmatters")}
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -57,7 +73,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     if page.file.generated_by:
         return markdown
     markdown = _EVERY_NAME.sub(lambda match: "\n\n".join(f"::: {name}" for name in public_names(match[1])), markdown)
-    return _of_the_site(markdown, "docs/" + page.file.src_uri)
+    return _linked_names(_of_the_site(markdown, "docs/" + page.file.src_uri))
 
 
 def on_nav(nav: Navigation, config: MkDocsConfig, files: Files) -> Navigation:
@@ -69,19 +85,42 @@ def on_nav(nav: Navigation, config: MkDocsConfig, files: Files) -> Navigation:
 
 def _of_the_site(markdown: str, source: str) -> str:
     """``markdown`` of the repository's file ``source``, its links as they are on the site."""
+    here = PAPERS.get(source, source.removeprefix("docs/"))
 
     def turned(match: re.Match[str]) -> str:
-        start, link, anchor, end = match[1], match[2], match[3] or "", match[4]
-        if re.match(r"[a-z]+:", link):
-            return match[0]
+        start, text, link, anchor = match[1], match[2], match[3], match[4] or ""
         target = posixpath.normpath(posixpath.join(posixpath.dirname(source), link))
         page = _page_of(target)
-        if page is None:
-            return match[0]
-        here = PAPERS.get(source, source.removeprefix("docs/"))
-        return f"{start}{posixpath.relpath(page, posixpath.dirname(here) or '.')}{anchor}{end}"
+        if page is not None:
+            return f"{start}[{text}]({posixpath.relpath(page, posixpath.dirname(here) or '.')}{anchor})"
+        return text if (ROOT / target).exists() else match[0]  # a file that the site does not show: its name alone
 
     return _LINK.sub(turned, markdown)
+
+
+def _linked_names(markdown: str) -> str:
+    """Names of the library in inline code lead to their place on the API pages."""
+    places = _places()
+
+    def linked(match: re.Match[str]) -> str:
+        place = places.get(match[1])
+        return f"[{match[0]}][{place}]" if place else match[0]
+
+    parts = re.split(r"(^ *```.*?^ *```)", markdown, flags=re.DOTALL | re.MULTILINE)
+    return "".join(part if index % 2 else _NAME.sub(linked, part) for index, part in enumerate(parts))
+
+
+def _places() -> dict[str, str]:
+    """From ``nm.L1BatchNorm2d`` to the id of its description."""
+    places = {}
+    for page in sorted((ROOT / "docs" / "api").glob("*.md")):
+        for module in _EVERY_NAME.findall(page.read_text(encoding="utf-8")):
+            for name in public_names(module):
+                tail = name.rpartition(".")[2]
+                places |= {name: name, f"nm.{module.removeprefix('normmatters.')}.{tail}": name}
+                if tail in _PUBLIC:
+                    places[f"nm.{tail}"] = name
+    return places
 
 
 def _page_of(target: str) -> str | None:
@@ -99,17 +138,6 @@ def _page_of(target: str) -> str | None:
     if match := re.match(r"experiments/(\w+)(/|$)", target):
         return f"experiments/{match[1]}.md"
     return None
-
-
-def public_names(module: str) -> list[str]:
-    """What a module's ``__all__`` says, read without importing it; of the ranks of a batch norm only ``2d``."""
-    path = ROOT / "src" / module.replace(".", "/")
-    source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    for statement in ast.parse(source.read_text(encoding="utf-8")).body:
-        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "__all__":
-            names = ast.literal_eval(statement.value)
-            return [f"{module}.{name}" for name in names if not re.search(r"[13]d$", name)]
-    raise ValueError(f"{source} has no __all__")
 
 
 def _section(nav: Any, name: str) -> Any:
@@ -149,7 +177,8 @@ def _gallery() -> str:
         f"## [{_title(script)}]({script.stem}.md)\n\n[![{_title(script)}](../img/{script.stem}.png)]({script.stem}.md)"
         for script in _examples()
     )
-    return f"# Examples\n\nShort scripts on small data: each runs in seconds on one core and ends with a plot.\n\n{cards}\n"
+    intro = "Short scripts on small data: each runs in seconds on one core and ends with a plot."
+    return f"# Examples\n\n{intro}\n\n{cards}\n"
 
 
 def _experiment_list() -> str:
@@ -167,7 +196,7 @@ def _experiment(folder: Path) -> str:
     cells = sorted(folder.glob("*.toml"))
     bases = sorted({ROOT / "experiments" / name for cell in cells for name in _bases(cell)})
     blocks = "\n\n".join(
-        f"## {path.stem}\n\n```toml title=\"experiments/{path.relative_to(ROOT / 'experiments').as_posix()}\"\n"
+        f'## {path.stem}\n\n```toml title="experiments/{path.relative_to(ROOT / "experiments").as_posix()}"\n'
         f"{path.read_text(encoding='utf-8')}```"
         for path in [*cells, *bases]
     )

@@ -4,10 +4,10 @@ With D = √(s² + eps), x̂ = (x − μ)/D, s = C·T(x − μ) and g the gradie
 
     dγ = Σ g·x̂,    dβ = Σ g,    dx = γ/D · [g − mean g − (Σ g·x̂)·(C²T/D)·(u − mean u)],    u = ∂T/∂(x − μ)
 
-where u is sign(x−μ)/n for L1, (x−μ)/(nT) for L2, sign(x−μ)·(|x−μ|/T)^(p−1)/n for Lp, and for L∞, Top(k) and range it is
-not 0 only at the extremes, whose positions the forward pass keeps. Beside x and the output, which the neighbouring
-layers hold anyway, only numbers per channel are saved. The passes run over a few samples at a time, so that what they
-write in between stays in the cache.
+where u is sign(x−μ)/n for L1 (F16), (x−μ)/(nT) for L2, sign(x−μ)·(|x−μ|/T)^(p−1)/n for Lp, and for L∞, Top(k) and range
+it is not 0 only at the extremes, whose positions the forward pass keeps. Beside x and the output, which the
+neighbouring layers hold anyway, only numbers per channel are saved. The passes run over a few samples at a time, so
+that what they write in between stays in the cache.
 """
 
 from __future__ import annotations
@@ -198,6 +198,11 @@ def _chunks(x: Tensor) -> Iterator[slice]:
     return (slice(i, i + step) for i in range(0, x.shape[0], step))
 
 
+def _scratch(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Room for the largest of the chunks. Written again and again, it stays in the cache."""
+    return torch.empty_like(x[next(_chunks(x))], dtype=dtype)
+
+
 def _per_channel(t: Tensor, like: Tensor) -> Tensor:
     return t.view([1, -1] + [1] * (like.dim() - 2))
 
@@ -211,8 +216,9 @@ def _average(x: Tensor, mean: Tensor, kind: Kind, p: float) -> Tensor:
     if kind == "lp":  # relative to the largest deviation, no power overflows
         top = torch.maximum(x.amax(dims).to(mean) - mean, mean - x.amin(dims).to(mean))
         top = torch.where(top == 0, torch.ones_like(top), top)
+    scratch = _scratch(x, mean.dtype)
     for rows in _chunks(x):
-        c = x[rows] - mu
+        c = torch.sub(x[rows], mu, out=scratch[: x[rows].shape[0]])
         if top is None:
             c = c.abs_() if kind == "l1" else c.square_()
         else:
@@ -314,6 +320,7 @@ def _backward(
     mu, one = _per_channel(mean, x), torch.ones_like(mean)
     sum_g, sum_gc, sum_u = torch.zeros_like(mean), torch.zeros_like(mean), torch.zeros_like(mean)
     dense = kind in ("l1", "l2", "lp")
+    scratch = _scratch(x, mean.dtype)
     for rows in _chunks(x):
         if output is not None:
             torch.ops.aten.threshold_backward.grad_input(grad[rows], output[rows], 0, grad_input=masked[rows])
@@ -324,7 +331,8 @@ def _backward(
         sum_gc += gc
         sum_g += gs
         if dense and needed[0]:
-            sum_u += _direction(c, mu, statistic, kind, p).sum([d for d in range(x.dim()) if d != 1])
+            u = _direction(c, mu, statistic, kind, p, out=scratch[: c.shape[0]])
+            sum_u += u.sum([d for d in range(x.dim()) if d != 1])
 
     n = x.numel() // x.shape[1]
     D = (squared + eps).sqrt()
@@ -338,15 +346,16 @@ def _backward(
     elif dense:
         r = r * ((2 if kind == "l1" else 1) / n)
     if needed[0]:
-        shift, scale, minus_r = (_per_channel(t, x) for t in ((sum_g - r * sum_u) / n, a, -r))
+        # dx = a·g + shift + u·slope
+        shift, scale, slope = (_per_channel(t, x) for t in (a * (r * sum_u - sum_g) / n, a, -a * r))
         for rows in _chunks(x):
             g = masked[rows].to(mean.dtype)
             part = dx[rows] if dx.dtype == mean.dtype else torch.empty_like(g)
+            rest = shift
             if dense:
-                u = _direction(x[rows].to(mean.dtype), mu, statistic, kind, p)
-                torch.addcmul(g, u, minus_r, out=part).sub_(shift).mul_(scale)
-            else:
-                torch.sub(g, shift, out=part).mul_(scale)
+                u = _direction(x[rows].to(mean.dtype), mu, statistic, kind, p, out=scratch[: g.shape[0]])
+                rest = torch.addcmul(shift, u, slope, out=u)
+            torch.addcmul(rest, g, scale, out=part)
             if part.dtype != dx.dtype:
                 dx[rows] = part
         if positions is not None:
@@ -360,15 +369,15 @@ def _backward(
     )
 
 
-def _direction(x: Tensor, mu: Tensor, statistic: Tensor, kind: Kind, p: float) -> Tensor:
-    """u of the dense norms, up to a factor per channel and a constant, in a new tensor.
+def _direction(x: Tensor, mu: Tensor, statistic: Tensor, kind: Kind, p: float, out: Tensor) -> Tensor:
+    """u of the dense norms, up to a factor per channel and a constant, in ``out``.
 
     For L1 it is [x ≥ μ], the sign up to a factor 2 and a constant, that u − mean u removes: one pass, no subtraction.
     """
     if kind == "l1":
-        return torch.ge(x, mu, out=torch.empty_like(x))
-    c = x - mu
+        return torch.ge(x, mu, out=out)
+    c = torch.sub(x, mu, out=out)
     if kind == "l2":
         return c
     T = torch.where(statistic == 0, torch.ones_like(statistic), statistic)
-    return torch.copysign((c / _per_channel(T, x)).abs_().pow_(p - 1), c)
+    return torch.copysign((c / _per_channel(T, x)).abs_().pow_(p - 1), c, out=out)
