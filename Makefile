@@ -13,7 +13,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PIP) install -c constraints.txt torch
 	# The tests interpret the kernels by triton. A GPU build of torch has brought the one that it needs; a CPU build none.
 	$(BIN)/python -c "import triton" 2>/dev/null || $(PIP) install "triton==3.6.0; platform_system == 'Linux'"
-	$(PIP) install -c constraints.txt -e ".[lab,dev]"
+	$(PIP) install -c constraints.txt -e ".[lab,dev,workflows]"
 	touch $@
 
 lint: install
