@@ -1,0 +1,96 @@
+"""torch.compile without graph breaks: a transformer block by aot_eager, a small model through the C++ compiler."""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+from nets import MODELS, gradients
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+import normmatters as nm
+
+MODE = "max-autotune-no-cudagraphs"
+
+
+def assert_same_training(
+    compiled: nn.Module, eager: nn.Module, x: Tensor, **tolerance: float
+) -> None:
+    """Two steps: outputs, gradients and statistics."""
+    for _ in range(2):
+        outputs = []
+        for model in (compiled, eager):
+            model.zero_grad()
+            output = model(x)
+            output.square().sum().backward()
+            outputs.append(output)
+        assert_close(*outputs, **tolerance)
+        assert_close(gradients(compiled), gradients(eager), **tolerance)
+    assert_close(
+        list(compiled.state_dict().values()),
+        list(eager.state_dict().values()),
+        **tolerance,
+    )
+
+
+def test_one_graph() -> None:
+    """A transformer block; tests/test_convert.py does the same with a convnet."""
+    build, shape = MODELS["transformer"]
+    compiled = torch.compile(build().double(), fullgraph=True, backend="aot_eager")
+    assert_same_training(
+        compiled, build().double(), torch.randn(shape, dtype=torch.float64)
+    )
+
+
+class Small(nn.Module):
+    """Each kind of norm once, since C++ compilers are slow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn = (
+            nn.Conv2d(3, 8, 3, padding=1, bias=False),
+            nn.BatchNorm2d(8),
+        )
+        self.norm, self.mlp = nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.bn(self.conv(x))).flatten(2).transpose(1, 2)
+        return x + self.mlp(self.norm(x))
+
+
+def _compiler_is_missing() -> bool:
+    compilers = [os.environ["CXX"]] if "CXX" in os.environ else ["g++", "clang++"]
+    headers = Path(sysconfig.get_path("include")) / "Python.h"
+    return not headers.exists() or not any(map(shutil.which, compilers))
+
+
+@pytest.mark.skipif(
+    _compiler_is_missing(),
+    reason="no C++ compiler, or no Python headers, for torch.compile's backend",
+)
+def test_max_autotune_on_a_cpu() -> None:
+    torch.manual_seed(0)
+    eager = nm.convert(Small(), "l1", layer_norm="l1")
+    assert nm.apply_weight_norm(
+        eager, filter=lambda name, _: name == "mlp"
+    ).applied == ["mlp.weight"]
+    compiled = torch.compile(copy.deepcopy(eager), fullgraph=True, mode=MODE)
+    assert_same_training(compiled, eager, torch.randn(4, 3, 6, 6), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", MODELS)
+def test_max_autotune_on_a_gpu(name: str) -> None:
+    build, shape = MODELS[name]
+    eager, x = build().cuda(), torch.randn(shape, device="cuda")
+    compiled = torch.compile(build().cuda(), fullgraph=True, mode=MODE)
+    assert_same_training(
+        compiled, eager, x, rtol=1e-2, atol=1e-2
+    )  # TF32 may be chosen for matrix products
+    assert_close(compiled.eval()(x), eager.eval()(x), rtol=1e-2, atol=1e-2)
