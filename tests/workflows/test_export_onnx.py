@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import normmatters as nm
 from models import ResNet
+from normmatters.kernels import dispatch
 
 BATCH = torch.export.Dim("batch", min=2)
 
@@ -49,6 +50,18 @@ def test_export_gives_the_same_outputs_in_operations_of_torch(make: Callable[[],
     for size in (4, 7):
         x = torch.randn(size, 3, 8, 8)
         torch.testing.assert_close(loaded(x), model(x), rtol=1e-6, atol=1e-6)
+
+
+def test_export_leaves_the_kernels_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they would run, as on a GPU: a layer norm is exported as the equation."""
+    monkeypatch.setattr(dispatch, "_INTERPRETED", True)
+    x = torch.randn(4, 16)
+    if dispatch.layer_norm_backend(x, [16]).name != "triton":
+        pytest.skip("triton is not installed")
+    exported = torch.export.export(nm.L1LayerNorm(16), (x,))
+    operations = [str(node.target) for node in exported.graph.nodes if node.op == "call_function"]
+    assert operations
+    assert all(operation.startswith("aten.") for operation in operations)
 
 
 def test_a_folded_model_exports_without_a_trace_of_its_norms() -> None:

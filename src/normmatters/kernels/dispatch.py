@@ -62,6 +62,8 @@ def _why_not_triton(input: Tensor) -> str:
         return f"the kernels take float16, bfloat16 and float32, the input is {input.dtype}"
     if input.numel() == 0:
         return "the input is empty"
+    if torch.compiler.is_exporting():
+        return "exported programs are to run without this library"
     if not torch.compiler.is_compiling():
         if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
             return "torch.func transforms and forward-mode differentiation need the plain equation"
