@@ -71,6 +71,8 @@ def test_paper_map_has_every_formula_and_experiment() -> None:
         folders = {Path(link).name for link in links(row[2])}
         assert folders == {claim.experiment for claim in CLAIMS if claim.check == row[0]}, row
         assert all(list((ROOT / "experiments" / folder).glob("*.toml")) for folder in folders)
+    linked = {Path(link).name for link in links(page) if "experiments/" in link}
+    assert linked == {path.name for path in (ROOT / "experiments").iterdir() if path.is_dir()}
 
 
 @pytest.mark.parametrize("number", range(1, 17))

@@ -200,7 +200,9 @@ def _experiment(folder: Path) -> str:
         f"{path.read_text(encoding='utf-8')}```"
         for path in [*cells, *bases]
     )
-    return f"# {folder.name}\n\n```bash\nnormmatters reproduce {folder.name} --preset quick\n```\n\n{blocks}\n"
+    small = any("only = [" not in cell.read_text(encoding="utf-8") for cell in cells)  # the rest has no quick preset
+    command = f"normmatters reproduce {folder.name} --preset {'quick' if small else 'cifar'}"
+    return f"# {folder.name}\n\n```bash\n{command}\n```\n\n{blocks}\n"
 
 
 def _bases(cell: Path) -> list[str]:
