@@ -168,7 +168,7 @@ class StreamLoader(TrainLoader):
 
 def prefetch(read, steps: int, *, depth: int = 4, pin: bool = False):  # type: ignore[no-untyped-def]
     """``read(0) … read(steps − 1)`` in order, ``depth`` ahead, in one thread; its errors are raised here."""
-    ready: queue.Queue = queue.Queue(maxsize=depth)
+    ready: queue.Queue[object] = queue.Queue(maxsize=depth)
     stop = threading.Event()
 
     def put(item: object) -> bool:
