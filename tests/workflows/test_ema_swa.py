@@ -136,3 +136,14 @@ def test_inputs_are_moved() -> None:
     model = network()
     nm.update_bn([Elsewhere()], model, device="cpu")
     assert model[1].num_batches_tracked == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_statistics_on_a_gpu() -> None:
+    """Inputs on the host, the model on the device, its norms by the kernels."""
+    model, on_device = network().float(), network().float().cuda()
+    nm.update_bn([x.float() for x in batches()], model)
+    nm.update_bn([x.float() for x in batches()], on_device, device="cuda")
+    for name, buffer in model.named_buffers():
+        torch.testing.assert_close(on_device.get_buffer(name).cpu(), buffer, rtol=1e-3, atol=1e-4)

@@ -64,6 +64,16 @@ def test_export_leaves_the_kernels_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(operation.startswith("aten.") for operation in operations)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_export_on_a_gpu() -> None:
+    model, x = every_norm().cuda(), torch.randn(4, 3, 8, 8, device="cuda")
+    exported = torch.export.export(model, (x,))
+    operations = {str(node.target) for node in exported.graph.nodes if node.op == "call_function"}
+    assert not any("normmatters" in operation for operation in operations)
+    torch.testing.assert_close(exported.module()(x), model(x), rtol=1e-3, atol=1e-3)
+
+
 def test_a_folded_model_exports_without_a_trace_of_its_norms() -> None:
     model = converted_resnet()
     x = torch.randn(4, 3, 8, 8)

@@ -233,6 +233,22 @@ def test_ours_into_torch_weight_norm_and_back(layout: Any, dim: int | None, make
         torch.testing.assert_close(again(x), model(x), **EXACT)
 
 
+@pytest.mark.parametrize("length", [2.0, -2.0])
+@pytest.mark.parametrize("p", [2, 1])
+def test_equal_lengths_load_into_bounded_weight_norm(length: float, p: float) -> None:
+    theirs = hooked(nn.Linear(4, 3)).double()
+    with torch.no_grad():
+        theirs.weight_g.fill_(length)
+        if p == 1:  # the same L1 norm in every channel, whatever the signs
+            theirs.weight_v.copy_(torch.tensor([[1.0, -2, 3, 4], [4, 3, -2, -1], [-3, 1, 4, 2]]))
+    ours = nm.bounded_weight_norm(nn.Linear(4, 3).double(), p=p)
+    nm.migrate.load(ours, theirs.state_dict())
+    x = torch.randn(5, 4, dtype=torch.float64)
+    torch.testing.assert_close(ours(x), theirs(x), **EXACT)
+    if p == 2 and length > 0:
+        torch.testing.assert_close(ours.parametrizations.weight.original, theirs.weight_v, rtol=0, atol=0)
+
+
 def test_recurrent_layers_by_name() -> None:
     theirs = hooked(nn.LSTM(3, 4), name="weight_hh_l0")
     ours = nm.classic_weight_norm(nn.LSTM(3, 4), "weight_hh_l0")

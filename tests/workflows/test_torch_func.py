@@ -48,9 +48,9 @@ def data() -> tuple[Tensor, Tensor]:
     return tuple(torch.randn(5, n, dtype=torch.float64, generator=generator) for n in (4, 2))  # type: ignore[return-value]
 
 
-def check_per_sample_gradients(model: nn.Module) -> None:
+def check_per_sample_gradients(model: nn.Module, rtol: float = 1e-11, atol: float = 1e-12) -> None:
     """vmap(grad) gives every sample's own gradient, as a loop over samples does."""
-    x, y = data()
+    x, y = (tensor.to(next(model.parameters())) for tensor in data())
     buffers = dict(model.named_buffers())
 
     def loss(parameters: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
@@ -63,7 +63,17 @@ def check_per_sample_gradients(model: nn.Module) -> None:
         (model(x[i : i + 1])[0] - y[i]).square().sum().backward()
         expected = {name: parameter.grad for name, parameter in model.named_parameters()}
         one = {name: gradient[i] for name, gradient in gradients.items()}
-        torch.testing.assert_close(one, expected, rtol=1e-11, atol=1e-12)
+        torch.testing.assert_close(one, expected, rtol=rtol, atol=atol)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("norm", LAYER_NORMS)
+def test_per_sample_gradients_on_a_gpu(norm: str) -> None:
+    """The transform takes the equation, the loop the kernel: they differ by rounding."""
+    model: Any = network(LAYER_NORMS[norm]()).to("cuda", torch.float32)
+    nm.bounded_weight_norm(model[0])
+    check_per_sample_gradients(model, 1e-3, 1e-4)
 
 
 @pytest.mark.parametrize("norm", LAYER_NORMS)
