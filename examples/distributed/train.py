@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -30,8 +31,9 @@ def train(strategy: str, rank: int, world: int) -> dict[str, Tensor]:
     if strategy != "one process":
         model = nm.convert_sync_batchnorm(model)
     if strategy == "fsdp":
+        mesh = init_device_mesh("cpu", (world,))  # without it, the GPUs of a machine that has some
         for layer in (model[0], model[3], model):
-            fully_shard(layer)
+            fully_shard(layer, mesh=mesh)
     network = DistributedDataParallel(model) if strategy == "ddp" else model
 
     first = model[0].weight  # a convolution before a norm: to it weight decay is a step size, and no more

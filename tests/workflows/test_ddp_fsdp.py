@@ -7,8 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import normmatters as nm
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "distributed" / "train.py"
 
@@ -39,3 +45,13 @@ def test_two_processes_are_one_with_the_whole_batch(tmp_path: Path) -> None:
     assert norms.shape == (5, 8)
     ends = torch.stack([weight.flatten(1).norm(dim=1) for weight in (initial, one["0.weight"])])
     torch.testing.assert_close(norms[[0, -1]], ends.to(norms.dtype), rtol=1e-6, atol=0)
+
+
+def test_a_recorder_refuses_shards() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = fully_shard(nn.Linear(4, 3), mesh=init_device_mesh("cpu", (1,)))
+        with pytest.raises(TypeError, match=r"'weight' must be a whole weight, got shards"):
+            nm.optim.NormRecorder(model)
+    finally:
+        dist.destroy_process_group()

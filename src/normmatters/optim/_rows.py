@@ -190,6 +190,8 @@ class Channels:
 
     def __init__(self, named: Mapping[str, Tensor], dims: Mapping[str, int | None]) -> None:
         for name, w in named.items():
+            if hasattr(w, "full_tensor"):  # a DTensor; its class takes long to import
+                raise TypeError(f"{name!r} must be a whole weight, got shards over several processes (fully_shard)")
             if not w.is_floating_point() or w.numel() == 0:
                 raise ValueError(f"{name!r} must be a non-empty floating-point tensor, got {tuple(w.shape)} {w.dtype}")
             try:
