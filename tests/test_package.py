@@ -84,7 +84,9 @@ def test_library_needs_torch_alone_and_imports_quickly() -> None:
 
     Importing torch's compiler, or triton, takes about as long as torch: each would show.
     """
-    extras = [name for group in ("lab", "dev") for name in PROJECT["project"]["optional-dependencies"][group]]
+    extras = [
+        name for group in ("lab", "dev", "workflows") for name in PROJECT["project"]["optional-dependencies"][group]
+    ]
     modules = {name.split(">")[0].replace("-", "_") for name in extras} | {"sklearn", "scipy", "torchvision", "timm"}
     code = f"""
 import sys, time

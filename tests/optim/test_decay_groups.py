@@ -42,17 +42,21 @@ def test_vectors_and_layer_norms_are_free() -> None:
     assert decayed["params"][1][1] is model["linear"].weight
 
 
-@pytest.mark.parametrize("kind", ["bounded", "classic", "torch"])
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
+@pytest.mark.parametrize("kind", ["bounded", "classic", "torch", "torch's hook"])
 def test_directions_of_weight_norms_are_free_and_lengths_are_not(kind: str) -> None:
     layer = nn.Linear(3, 4, bias=False)
     if kind == "torch":
         parametrizations.weight_norm(layer)
+    elif kind == "torch's hook":
+        nn.utils.weight_norm(layer)
     else:
         nm.apply_weight_norm(layer, kind=kind)  # type: ignore[arg-type]
     groups = weight_decay_groups(layer, 0.1)
     found = {group["weight_decay"]: names(group) for group in groups}
-    prefix = "parametrizations.weight.original"
-    assert found == ({0.0: [prefix]} if kind == "bounded" else {0.1: [f"{prefix}0"], 0.0: [f"{prefix}1"]})
+    v = "parametrizations.weight.original"
+    expected = {"bounded": {0.0: [v]}, "torch's hook": {0.1: ["weight_g"], 0.0: ["weight_v"]}}
+    assert found == expected.get(kind, {0.1: [f"{v}0"], 0.0: [f"{v}1"]})
 
 
 def test_scale_invariant_weights_are_free_when_tested() -> None:

@@ -19,9 +19,7 @@ import normmatters as nm
 MODE = "max-autotune-no-cudagraphs"
 
 
-def assert_same_training(
-    compiled: nn.Module, eager: nn.Module, x: Tensor, **tolerance: float
-) -> None:
+def assert_same_training(compiled: nn.Module, eager: nn.Module, x: Tensor, **tolerance: float) -> None:
     """Two steps: outputs, gradients and statistics."""
     for _ in range(2):
         outputs = []
@@ -43,9 +41,18 @@ def test_one_graph() -> None:
     """A transformer block; tests/test_convert.py does the same with a convnet."""
     build, shape = MODELS["transformer"]
     compiled = torch.compile(build().double(), fullgraph=True, backend="aot_eager")
-    assert_same_training(
-        compiled, build().double(), torch.randn(shape, dtype=torch.float64)
-    )
+    assert_same_training(compiled, build().double(), torch.randn(shape, dtype=torch.float64))
+
+
+def test_new_batch_sizes_are_compiled_once_in_l1() -> None:
+    counter = torch._dynamo.testing.CompileCounter()
+    bn, eager = nm.L1BatchNorm2d(3), nm.L1BatchNorm2d(3)
+    compiled = torch.compile(bn, fullgraph=True, backend=counter)
+    for size in (4, 6, 8, 10):
+        x = torch.randn(size, 3, 2, 2)
+        assert_close(compiled(x), eager(x))
+    assert counter.frame_count == 2  # one for 4, one for all others
+    assert_close(bn.running_var, eager.running_var)
 
 
 class Small(nn.Module):
@@ -77,9 +84,7 @@ def _compiler_is_missing() -> bool:
 def test_max_autotune_on_a_cpu() -> None:
     torch.manual_seed(0)
     eager = nm.convert(Small(), "l1", layer_norm="l1")
-    assert nm.apply_weight_norm(
-        eager, filter=lambda name, _: name == "mlp"
-    ).applied == ["mlp.weight"]
+    assert nm.apply_weight_norm(eager, filter=lambda name, _: name == "mlp").applied == ["mlp.weight"]
     compiled = torch.compile(copy.deepcopy(eager), fullgraph=True, mode=MODE)
     assert_same_training(compiled, eager, torch.randn(4, 3, 6, 6), rtol=1e-4, atol=1e-4)
 
@@ -90,7 +95,5 @@ def test_max_autotune_on_a_gpu(name: str) -> None:
     build, shape = MODELS[name]
     eager, x = build().cuda(), torch.randn(shape, device="cuda")
     compiled = torch.compile(build().cuda(), fullgraph=True, mode=MODE)
-    assert_same_training(
-        compiled, eager, x, rtol=1e-2, atol=1e-2
-    )  # TF32 may be chosen for matrix products
+    assert_same_training(compiled, eager, x, rtol=1e-2, atol=1e-2)  # TF32 may be chosen for matrix products
     assert_close(compiled.eval()(x), eager.eval()(x), rtol=1e-2, atol=1e-2)

@@ -26,9 +26,7 @@ SIZES = {
 @pytest.fixture
 def hf() -> Any:
     """Imported when a test runs, not when tests are collected: it takes seconds."""
-    return pytest.importorskip(
-        "transformers", reason="transformers is not installed", exc_type=ImportError
-    )
+    return pytest.importorskip("transformers", reason="transformers is not installed", exc_type=ImportError)
 
 
 def build(hf: Any, name: str) -> tuple[Any, dict[str, Tensor]]:
@@ -58,24 +56,18 @@ def in_layers(name: str, module: nn.Module) -> bool:
     return ".layer" in name
 
 
-def logits_and_gradients(
-    model: Any, inputs: dict[str, Tensor]
-) -> tuple[Tensor, list[Tensor]]:
+def logits_and_gradients(model: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
     model.zero_grad()
     logits = model(**inputs).logits
     logits.square().sum().backward()
-    return logits.detach(), [
-        p.grad.clone() for p in model.parameters() if p.grad is not None
-    ]
+    return logits.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
 @pytest.mark.parametrize("name", ["bert", "vit"])
 def test_layer_norms_become_l1(hf: Any, name: str) -> None:
     model, inputs = build(hf, name)
     same = nm.convert(copy.deepcopy(model), layer_norm="l2")
-    assert_close(
-        logits_and_gradients(same, inputs), logits_and_gradients(model, inputs)
-    )
+    assert_close(logits_and_gradients(same, inputs), logits_and_gradients(model, inputs))
 
     keys = list(model.state_dict())
     report = nm.ConversionReport()
@@ -85,17 +77,14 @@ def test_layer_norms_become_l1(hf: Any, name: str) -> None:
     norms = [module for module in model.modules() if isinstance(module, nn.LayerNorm)]
     assert {type(norm) for norm in norms} == {nm.L1LayerNorm}
     seen = []
-    norms[-1].register_forward_hook(
-        lambda _, arguments, output: seen.append((arguments[0], output))
-    )
+    norms[-1].register_forward_hook(lambda _, arguments, output: seen.append((arguments[0], output)))
     model(**inputs)
     x, y = seen[0]
     deviation = x - x.mean(-1, keepdim=True)
     scale = math.sqrt(math.pi / 2) * deviation.abs().mean(-1, keepdim=True)  # F10
     assert_close(
         y,
-        deviation / (scale**2 + norms[-1].eps).sqrt() * norms[-1].weight
-        + norms[-1].bias,
+        deviation / (scale**2 + norms[-1].eps).sqrt() * norms[-1].weight + norms[-1].bias,
     )
 
 
@@ -104,19 +93,12 @@ def test_attention_and_mlp_weights_stay_bounded_in_training(hf: Any, name: str) 
     model, inputs = build(hf, name)
     nm.convert(model, layer_norm="l1")
     report = nm.apply_weight_norm(model, filter=in_layers)
-    assert (
-        len(report.applied) == 12
-    )  # query, key, value, output and the two of the MLP, in two layers
-    layers = [
-        model.get_submodule(weight.removesuffix(".weight")) for weight in report.applied
-    ]
+    assert len(report.applied) == 12  # query, key, value, output and the two of the MLP, in two layers
+    layers = [model.get_submodule(weight.removesuffix(".weight")) for weight in report.applied]
     rho = [layer.parametrizations.weight[0].rho.clone() for layer in layers]
 
     decayed, free = nm.optim.weight_decay_groups(model, 0.1)
-    directions = {
-        f"{weight.removesuffix('weight')}parametrizations.weight.original"
-        for weight in report.applied
-    }
+    directions = {f"{weight.removesuffix('weight')}parametrizations.weight.original" for weight in report.applied}
     assert directions <= {weight for weight, _ in free["params"]}
     assert all(p.ndim > 1 for _, p in decayed["params"])
     optimizer = torch.optim.AdamW([decayed, free], lr=0.01)
@@ -138,9 +120,22 @@ def test_attention_and_mlp_weights_stay_bounded_in_training(hf: Any, name: str) 
     assert losses[-1] < 0.5 * losses[0]
     for layer, length in zip(layers, rho):
         assert_close(layer.weight.norm(dim=1), length.expand(len(layer.weight)))
-        assert (
-            layer.parametrizations.weight.original.norm(dim=1) > 1.01 * length
-        ).any()  # v is what moved
+        assert (layer.parametrizations.weight.original.norm(dim=1) > 1.01 * length).any()  # v is what moved
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(hf: Any, reentrant: bool) -> None:
+    model, inputs = build(hf, "vit")
+    nm.convert(model, layer_norm="l1")
+    nm.apply_weight_norm(model, filter=in_layers)
+    expected = logits_and_gradients(model, inputs)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.train()  # it has no dropout, and checkpoints in training alone
+    inner = [module for name, module in model.named_modules() if name.endswith("layernorm_before")]
+    calls = []
+    inner[0].register_forward_hook(lambda *_: calls.append(1))
+    assert_close(logits_and_gradients(model, inputs), expected)
+    assert len(calls) == 2
 
 
 def bounded_bert(hf: Any) -> Any:
@@ -150,12 +145,8 @@ def bounded_bert(hf: Any) -> Any:
     return model
 
 
-def test_trainer_decays_what_it_should_and_resumes_exactly(
-    hf: Any, tmp_path: Path
-) -> None:
-    pytest.importorskip(
-        "accelerate", reason="the Trainer needs accelerate", exc_type=ImportError
-    )
+def test_trainer_decays_what_it_should_and_resumes_exactly(hf: Any, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="the Trainer needs accelerate", exc_type=ImportError)
     tokens = torch.randint(50, (16, 8))
     data = [{"input_ids": tokens[i], "labels": i % 3} for i in range(16)]
 
@@ -198,9 +189,7 @@ def test_trainer_decays_what_it_should_and_resumes_exactly(
     assert resumed.state.global_step == 4
     for key, value in whole.model.state_dict().items():
         assert torch.equal(value, resumed.model.state_dict()[key]), key
-    assert not torch.equal(
-        whole.model.classifier.weight, build(hf, "bert")[0].float().classifier.weight
-    )
+    assert not torch.equal(whole.model.classifier.weight, build(hf, "bert")[0].float().classifier.weight)
 
 
 def test_save_and_load_pretrained(hf: Any, tmp_path: Path) -> None:
@@ -209,20 +198,12 @@ def test_save_and_load_pretrained(hf: Any, tmp_path: Path) -> None:
     nm.remove_weight_norm(copy.deepcopy(model)).save_pretrained(tmp_path)
     assert (tmp_path / "model.safetensors").is_file()
 
-    loaded, info = hf.BertForSequenceClassification.from_pretrained(
-        tmp_path, output_loading_info=True
-    )
-    assert not any(
-        info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
-    )
-    assert not torch.allclose(
-        loaded.eval()(**inputs).logits, expected, atol=1e-4
-    )  # still in L2
+    loaded, info = hf.BertForSequenceClassification.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert not torch.allclose(loaded.eval()(**inputs).logits, expected, atol=1e-4)  # still in L2
     nm.convert(loaded, layer_norm="l1")
     assert_close(loaded(**inputs).logits, expected)
-    nm.apply_weight_norm(
-        loaded, filter=in_layers
-    )  # ρ is taken from weights that have it: nothing changes
+    nm.apply_weight_norm(loaded, filter=in_layers)  # ρ is taken from weights that have it: nothing changes
     assert_close(loaded(**inputs).logits, expected)
     for mine, other in zip(loaded.buffers(), model.buffers(), strict=True):
         assert_close(mine, other)

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import _WeightNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from normmatters.optim._common import check_number
 from normmatters.optim._probe import named_parameters
@@ -63,6 +64,7 @@ def _without_length(model: nn.Module) -> Iterator[Tensor]:
     """Biases, affine parameters, and directions: what the model's structure tells without running it."""
     yield from (p for p in model.parameters() if p.ndim < 2)
     for module in model.modules():
+        yield from (getattr(module, f"{hook.name}_v") for hook in _torch_hooks(module))
         if isinstance(module, nn.LayerNorm | nn.RMSNorm):
             yield from module.parameters()
         elif isinstance(module, parametrize.ParametrizationList) and len(module) == 1:
@@ -70,3 +72,8 @@ def _without_length(model: nn.Module) -> Iterator[Tensor]:
                 yield module.original
             elif isinstance(module[0], ClassicWeight | _WeightNorm):
                 yield module.original1  # type: ignore[misc]
+
+
+def _torch_hooks(module: nn.Module) -> list[WeightNorm]:
+    """torch's older weight norm is a hook that computes the weight before each forward pass."""
+    return [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, WeightNorm)]
