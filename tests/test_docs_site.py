@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 
@@ -22,9 +24,14 @@ def test_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert done.stderr.strip() == ""
     front = (tmp_path / "index.html").read_text(encoding="utf-8")
     assert "Quickstart" in front
-    optim = (tmp_path / "api" / "optim" / "index.html").read_text(encoding="utf-8")
+    optim = (tmp_path / "api" / "optim.html").read_text(encoding="utf-8")
     assert 'id="normmatters.optim.AngularSGD"' in optim
     assert "&gt;&gt;&gt;" in optim  # an example as code,
     assert "<blockquote>" not in optim  # not as a quotation
-    for made in ("examples/angular", "experiments/fig1", "contributing", "recipes"):
-        assert (tmp_path / made / "index.html").is_file(), made
+    for made in ("examples/angular", "experiments/fig1", "contributing", "recipes/index"):
+        assert (tmp_path / f"{made}.html").is_file(), made
+    # Every link and picture of every page leads to a file: the site works without a server.
+    for page in tmp_path.rglob("*.html"):
+        if page.name != "404.html":
+            targets = re.findall(r'(?:href|src)="(?![a-z]+:|#)([^"#?]+)', page.read_text(encoding="utf-8"))
+            assert [target for target in targets if not (page.parent / unquote(target)).exists()] == [], page
