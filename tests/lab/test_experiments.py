@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from normmatters.lab import experiments
+from normmatters.lab.data import USUAL_FOLDER
 from normmatters.lab.data.numerals import LIMIT, english, german, splits
 from normmatters.lab.experiments import PRESETS, load_cell, load_cells, load_file
 from normmatters.lab.paper import CLAIMS, EXPERIMENTS
+from normmatters.lab.reproduce import plan
 
 
 def test_every_cell_loads_at_every_preset() -> None:
@@ -20,12 +23,14 @@ def test_every_cell_loads_at_every_preset() -> None:
             config = cell.config(preset, seed=3)
             assert config.seed == 3
             assert f"{config.experiment}/{config.cell}" == cell.source
-            if preset == "quick":
+            if config.data.name in USUAL_FOLDER and config.data.name != "text":  # not another set's folder
+                assert config.data.dir in (None, USUAL_FOLDER[config.data.name])
+            if preset == "quick" and preset in cell.only:
                 assert config.data.name in ("digits", "numbers")
 
 
 def test_the_paper_is_covered() -> None:
-    assert {claim.check for claim in CLAIMS} == {f"E{i}" for i in range(1, 13)}
+    assert {claim.check for claim in CLAIMS} == {"ours", *(f"E{i}" for i in range(1, 13))}
     assert [e.name for e in EXPERIMENTS] == experiments.experiment_names()
     ids = {cell.id for cell in load_cells()}
     for e in EXPERIMENTS:
@@ -53,6 +58,23 @@ def test_the_body_is_the_papers_regime() -> None:
     assert (half.arithmetic, half.accumulate) == ("fp16", "fp32")
 
 
+def test_short_is_cifar_with_fewer_epochs() -> None:
+    for cell in load_cells():
+        cifar, short = cell.config("cifar"), cell.config("short")
+        scale = short.optim.epochs / cifar.optim.epochs
+        assert 0.3 <= scale <= 1
+        assert short.optim.milestones == pytest.approx([scale * m for m in cifar.optim.milestones], abs=0.5)
+        same = replace(short.optim, epochs=cifar.optim.epochs, milestones=cifar.optim.milestones)
+        assert replace(short, optim=same) == cifar
+    assert load_cell("table1/resnet56_bn").config("short").optim.epochs == 67
+    assert load_cell("fig1/wd_on").config("short").optim.epochs == 80
+
+
+def test_cells_beyond_the_paper_stay_out_of_the_demo(tmp_path: Path) -> None:
+    assert {job.id for job in plan(["lean"], "quick", tmp_path)} == set()
+    assert "lean/resnet56_l1_lean" in {job.id for job in plan(["lean"], "short", tmp_path)}
+
+
 def test_cells_of_one_figure_differ_only_where_they_should() -> None:
     on, off = (load_cell(f"fig1/{n}").config("quick") for n in ("wd_on", "wd_off"))
     assert (on.data, on.model, on.precision) == (off.data, off.model, off.precision)
@@ -75,6 +97,8 @@ def test_a_number_printed_twice_is_one_run() -> None:
         ("[optim]\nmomentun = 0.9", "did you mean 'momentum'"),
         ("[preset.quikc.optim]\nlr = 1.0", "did you mean 'quick'"),
         ("[preset.quick.model]\nnrom = 'l1'", "did you mean 'norm'"),
+        ("only = ['quikc']", "did you mean 'quick'"),
+        ("only = 'quick'", "a list of presets"),
         ("[paper]\nvalu = 3", "did you mean 'value'"),
         ("[paper]\nmetric = 'acuracy'", "did you mean 'accuracy'"),
         ("optim = 3", "must be a table"),

@@ -1,11 +1,13 @@
 """The paper's figures and tables as TOML files: one file a cell, the paper's own regime as its body.
 
-A cell file is a run's config (see ``config.py``) with three more tables, which are split off here:
+A cell file is a run's config (see ``config.py``) with a few more keys, which are split off here:
 
 ``[paper]``          the paper's number for this cell: ``metric``, ``value``, ``setting``
 ``[preset.NAME]``    what another scale of data changes: ``quick`` (embedded data, minutes on a laptop) or ``cifar``
-                     (CIFAR-10, Tiny-ImageNet, Multi30k). The preset ``full`` is the body itself.
+                     (CIFAR-10, Tiny-ImageNet, Multi30k); ``short`` is ``cifar`` with fewer epochs where it
+                     has many. The preset ``full`` is the body itself.
 ``same_as = "a/b"``  the paper prints this number twice: cell ``b`` of experiment ``a`` is the run
+``only = ["cifar"]`` the presets that run this cell; all of them where it does not say
 
 >>> load_cell("fig1/wd_on").config("quick", seed=0).data.name
 'digits'
@@ -25,7 +27,7 @@ from normmatters.lab.config import RunConfig
 
 __all__ = ["PRESETS", "Cell", "Paper", "experiment_names", "folder", "load_cell", "load_cells", "load_file", "suggest"]
 
-PRESETS = ("quick", "cifar", "full")
+PRESETS = ("quick", "short", "cifar", "full")
 _METRICS = ("accuracy", "bleu", "ppl")
 
 
@@ -50,6 +52,7 @@ class Cell:
     presets: Mapping[str, Mapping[str, Any]]
     paper: Paper
     same_as: str | None = None
+    only: tuple[str, ...] = PRESETS
 
     @property
     def experiment(self) -> str:
@@ -70,7 +73,9 @@ class Cell:
             raise ValueError(f"no preset {preset!r}{suggest(preset, PRESETS)}")
         if self.same_as:
             return load_cell(self.same_as).config(preset, seed, overrides)
-        table = _config._merge(dict(self.table), dict(self.presets.get(preset, {})))
+        table = dict(self.table)
+        for name in ("cifar", "short") if preset == "short" else (preset,):
+            table = _config._merge(table, dict(self.presets.get(name, {})))
         origin = f"{self.path} (preset {preset})"
         return _config.apply_overrides(_config.from_dict({**table, "seed": seed}, origin), overrides)
 
@@ -93,8 +98,8 @@ def folder() -> Path:
 
 
 def experiment_names() -> list[str]:
-    """Every experiment, in the paper's order: the figures, the supplement, the tables, then what is said in words."""
-    order = ("fig1", "fig2", "fig3", "fig4", "supp1", "supp2", "table1", "table2")
+    """Every experiment, in the paper's order: the figures, the supplement, the tables, what is said in words, ours."""
+    order = ("fig1", "fig2", "fig3", "fig4", "supp1", "supp2", "table1", "table2", "lp_weight_norm", "speed")
     found = {path.name for path in folder().iterdir() if any(path.glob("[!_]*.toml"))}
     return [name for name in order if name in found] + sorted(found - set(order))
 
@@ -108,11 +113,15 @@ def load_file(path: str | Path) -> Cell:
         raise ValueError(f"{path}: [paper] metric {paper.metric!r}{suggest(paper.metric, _METRICS)}")
     presets = table.pop("preset", {})
     same_as = table.pop("same_as", None)
-    for name in presets:
-        if name not in PRESETS:
-            raise ValueError(f"{path}: [preset.{name}]{suggest(name, PRESETS)}")
+    only = table.pop("only", list(PRESETS))
+    if not isinstance(only, list):
+        raise ValueError(f"{path}: only must be a list of presets, got {only!r}")
+    for what, names in (("[preset.{}]", presets), ("only = [{!r}]", only)):
+        for name in names:
+            if name not in PRESETS:
+                raise ValueError(f"{path}: {what.format(name)}{suggest(name, PRESETS)}")
     experiment, name = table.setdefault("experiment", path.parent.name), table.setdefault("cell", path.stem)
-    cell = Cell(f"{experiment}/{name}", table.get("label") or name, path, table, presets, paper, same_as)
+    cell = Cell(f"{experiment}/{name}", table.get("label") or name, path, table, presets, paper, same_as, tuple(only))
     if same_as is None:
         for preset in PRESETS:
             cell.config(preset)

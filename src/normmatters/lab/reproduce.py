@@ -84,7 +84,7 @@ def plan(
     if seeds < 1:
         raise ValueError(f"seeds must be at least 1, got {seeds}")
     out, overrides = Path(out), list(overrides)
-    wanted = list(dict.fromkeys(cell.source for cell in load_cells(experiments)))
+    wanted = list(dict.fromkeys(cell.source for cell in load_cells(experiments) if preset in cell.only))
     jobs: dict[Path, Job] = {}
 
     def add(id: str, seed: int) -> Job:
