@@ -12,13 +12,7 @@ import normmatters as nm
 def convnet() -> nn.Sequential:
     """The same weights each time."""
     torch.manual_seed(0)
-    layers = [
-        nn.Conv2d(1, 4, 3, bias=False),
-        nn.BatchNorm2d(4),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(144, 3),
-    ]
+    layers = [nn.Conv2d(1, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3)]
     model = nm.convert(nn.Sequential(*layers), "l1")
     assert isinstance(model, nn.Sequential)
     return model
@@ -35,9 +29,7 @@ def loader() -> DataLoader:
 def weight_decay_free_sgd(model: nn.Module) -> nm.optim.WeightDecayFreeSGD:
     invariant, rest = nm.optim.split_parameters(model, next(iter(loader()))[0])
     rest |= {"weight_decay_free": False}
-    return nm.optim.WeightDecayFreeSGD(
-        [invariant, rest], lr=0.05, momentum=0.9, weight_decay=5e-3
-    )
+    return nm.optim.WeightDecayFreeSGD([invariant, rest], lr=0.05, momentum=0.9, weight_decay=5e-3)
 
 
 def plain_loop(epochs: int) -> tuple[nn.Sequential, nm.optim.Recording]:
@@ -56,9 +48,7 @@ def plain_loop(epochs: int) -> tuple[nn.Sequential, nm.optim.Recording]:
 
 
 def assert_same_run(
-    model: nn.Module,
-    recording: nm.optim.Recording,
-    expected: tuple[nn.Module, nm.optim.Recording],
+    model: nn.Module, recording: nm.optim.Recording, expected: tuple[nn.Module, nm.optim.Recording]
 ) -> None:
     """Bit for bit the same weights, statistics and recording."""
     for key, value in expected[0].state_dict().items():

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from models import BasicBlock
 from torch import Tensor, nn
 
 import normmatters as nm
+from models import BasicBlock
 
 
 class Attend(nn.Module):
@@ -30,9 +30,7 @@ def convnet() -> nn.Sequential:
     stem = [nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU()]
     head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)]
     report = nm.ConversionReport()
-    model = nm.convert(
-        nn.Sequential(*stem, BasicBlock(4, 4), *head), "l1", report=report
-    )
+    model = nm.convert(nn.Sequential(*stem, BasicBlock(4, 4), *head), "l1", report=report)
     assert [change.fused for change in report.changes] == ["relu", "relu", "add + relu"]
     assert isinstance(model, nn.Sequential)
     return model
@@ -41,9 +39,7 @@ def convnet() -> nn.Sequential:
 def transformer() -> nn.Sequential:
     """Input (N, L, 8); every layer norm is L1, every matrix bounded."""
     torch.manual_seed(0)
-    model = nm.convert(
-        nn.Sequential(Attend(), nn.Flatten(), nn.LazyLinear(3)), layer_norm="l1"
-    )
+    model = nm.convert(nn.Sequential(Attend(), nn.Flatten(), nn.LazyLinear(3)), layer_norm="l1")
     model(torch.zeros(1, 6, 8))
     assert len(nm.apply_weight_norm(model).applied) == 5
     assert isinstance(model, nn.Sequential)

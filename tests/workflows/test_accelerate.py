@@ -15,14 +15,10 @@ import normmatters as nm
 
 @pytest.fixture
 def accelerate() -> Any:
-    return pytest.importorskip(
-        "accelerate", reason="accelerate is not installed", exc_type=ImportError
-    )
+    return pytest.importorskip("accelerate", reason="accelerate is not installed", exc_type=ImportError)
 
 
-def train(
-    accelerate: Any, epochs: range, folder: Path, resume: bool
-) -> tuple[nn.Module, nm.optim.Recording]:
+def train(accelerate: Any, epochs: range, folder: Path, resume: bool) -> tuple[nn.Module, nm.optim.Recording]:
     accelerator = accelerate.Accelerator(cpu=True)
     net = convnet()
     sgd = weight_decay_free_sgd(net)
@@ -44,9 +40,7 @@ def train(
 
 def test_training_and_resuming(accelerate: Any, tmp_path: Path) -> None:
     assert_same_run(*train(accelerate, range(2), tmp_path, resume=False), plain_loop(2))
-    assert_same_run(
-        *train(accelerate, range(2, 4), tmp_path, resume=True), plain_loop(4)
-    )
+    assert_same_run(*train(accelerate, range(2, 4), tmp_path, resume=True), plain_loop(4))
 
 
 def test_gradient_accumulation_and_clipping(accelerate: Any) -> None:

@@ -16,11 +16,7 @@ def run(model: nn.Module, x: Tensor, reentrant: bool | None) -> tuple[Tensor, Te
     """Output and gradient of the input, with each part of the Sequential checkpointed, or none."""
     y = x = x.clone().requires_grad_()
     for part in model:  # type: ignore[attr-defined]
-        y = (
-            part(y)
-            if reentrant is None
-            else checkpoint(part, y, use_reentrant=reentrant)
-        )
+        y = part(y) if reentrant is None else checkpoint(part, y, use_reentrant=reentrant)
     model.zero_grad()
     y.square().sum().backward()
     assert x.grad is not None
@@ -49,8 +45,6 @@ def test_same_training_on_a_gpu(name: str, reentrant: bool) -> None:
     build, shape = MODELS[name]
     checkpointed, plain = build().cuda(), build().cuda()
     x = torch.randn(shape, device="cuda")
-    assert_close(
-        run(checkpointed, x, reentrant), run(plain, x, None), rtol=1e-4, atol=1e-4
-    )
+    assert_close(run(checkpointed, x, reentrant), run(plain, x, None), rtol=1e-4, atol=1e-4)
     assert_close(gradients(checkpointed), gradients(plain), rtol=1e-4, atol=1e-4)
     assert_close(checkpointed.state_dict(), plain.state_dict(), rtol=1e-4, atol=1e-5)

@@ -30,11 +30,7 @@ def assert_same_training(compiled: nn.Module, eager: nn.Module, x: Tensor, **tol
             outputs.append(output)
         assert_close(*outputs, **tolerance)
         assert_close(gradients(compiled), gradients(eager), **tolerance)
-    assert_close(
-        list(compiled.state_dict().values()),
-        list(eager.state_dict().values()),
-        **tolerance,
-    )
+    assert_close(list(compiled.state_dict().values()), list(eager.state_dict().values()), **tolerance)
 
 
 def test_one_graph() -> None:
@@ -45,7 +41,9 @@ def test_one_graph() -> None:
 
 
 def test_new_batch_sizes_are_compiled_once_in_l1() -> None:
-    counter = torch._dynamo.testing.CompileCounter()
+    from torch._dynamo.testing import CompileCounter  # brings the compiler along, which takes a second
+
+    counter = CompileCounter()
     bn, eager = nm.L1BatchNorm2d(3), nm.L1BatchNorm2d(3)
     compiled = torch.compile(bn, fullgraph=True, backend=counter)
     for size in (4, 6, 8, 10):
@@ -60,10 +58,7 @@ class Small(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.bn = (
-            nn.Conv2d(3, 8, 3, padding=1, bias=False),
-            nn.BatchNorm2d(8),
-        )
+        self.conv, self.bn = nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
         self.norm, self.mlp = nn.LayerNorm(8), nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -77,10 +72,7 @@ def _compiler_is_missing() -> bool:
     return not headers.exists() or not any(map(shutil.which, compilers))
 
 
-@pytest.mark.skipif(
-    _compiler_is_missing(),
-    reason="no C++ compiler, or no Python headers, for torch.compile's backend",
-)
+@pytest.mark.skipif(_compiler_is_missing(), reason="no C++ compiler, or no Python headers, for torch.compile's backend")
 def test_max_autotune_on_a_cpu() -> None:
     torch.manual_seed(0)
     eager = nm.convert(Small(), "l1", layer_norm="l1")

@@ -13,9 +13,7 @@ from torch import nn
 import normmatters as nm
 
 
-def fit(
-    lightning: Any, epochs: int, folder: Path, checkpoint: str | None = None
-) -> tuple[Any, nm.optim.Recording]:
+def fit(lightning: Any, epochs: int, folder: Path, checkpoint: str | None = None) -> tuple[Any, nm.optim.Recording]:
     class RecordNorms(lightning.Callback):
         saved = None
 
@@ -41,10 +39,7 @@ def fit(
 
         def configure_optimizers(self) -> dict[str, Any]:
             optimizer = weight_decay_free_sgd(self.net)
-            return {
-                "optimizer": optimizer,
-                "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
-            }
+            return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)}
 
     recorder, module = RecordNorms(), Classifier()
     trainer = lightning.Trainer(
@@ -61,9 +56,7 @@ def fit(
 
 
 def test_training_and_resuming(tmp_path: Path) -> None:
-    lightning = pytest.importorskip(
-        "lightning", reason="lightning is not installed", exc_type=ImportError
-    )
+    lightning = pytest.importorskip("lightning", reason="lightning is not installed", exc_type=ImportError)
     trainer, recording = fit(lightning, 2, tmp_path / "first")
     assert_same_run(trainer.model.net, recording, plain_loop(2))
     checkpoint = trainer.checkpoint_callback.best_model_path

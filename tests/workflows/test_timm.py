@@ -12,15 +12,9 @@ from zoo import assert_same_function, assert_same_step
 import normmatters as nm
 from normmatters.nn import L1LayerNorm2d
 
-timm = pytest.importorskip(
-    "timm",
-    reason="timm, or torchvision, which it needs, is missing",
-    exc_type=ImportError,
-)
+timm = pytest.importorskip("timm", reason="timm, or torchvision, which it needs, is missing", exc_type=ImportError)
 
-CASES: list[
-    tuple[str, tuple[int, int] | None]
-] = [  # model, (norms, how many of them fuse)
+CASES: list[tuple[str, tuple[int, int] | None]] = [  # model, (norms, how many of them fuse)
     ("resnet18", (20, 17)),
     ("resnet50", (53, 49)),
     ("regnety_002", None),
@@ -40,38 +34,24 @@ def test_same_function(name: str, counts: tuple[int, int] | None) -> None:
     assert_same_function(build(name), counts)
 
 
-@pytest.mark.parametrize(
-    ("name", "norm_layer"),
-    [("resnet18", nm.L1BatchNorm2d), ("convnext_atto", L1LayerNorm2d)],
-)
-def test_norm_layer_is_the_converted_model(
-    name: str, norm_layer: type[nn.Module]
-) -> None:
+@pytest.mark.parametrize(("name", "norm_layer"), [("resnet18", nm.L1BatchNorm2d), ("convnext_atto", L1LayerNorm2d)])
+def test_norm_layer_is_the_converted_model(name: str, norm_layer: type[nn.Module]) -> None:
     built, converted = build(name, norm_layer=norm_layer), build(name)
     nm.convert(converted, "l1", layer_norm="l1", fuse=False)
-    kinds = {
-        type(module) for module in built.modules() if isinstance(module, norm_layer)
-    }
+    kinds = {type(module) for module in built.modules() if isinstance(module, norm_layer)}
     assert kinds == {norm_layer}
     for module in converted.modules():
         if isinstance(module, L1LayerNorm2d):
-            module.eps = (
-                1e-5  # timm's default is 1e-6, which it gives to its own norms alone
-            )
+            module.eps = 1e-5  # timm's default is 1e-6, which it gives to its own norms alone
     assert_same_step(built, converted)
 
 
 def test_norm_layer_of_efficientnet_is_a_function() -> None:
-    def norm_act(
-        channels: int, apply_act: bool = True, inplace: bool = True, **options: Any
-    ) -> nn.Module:
+    def norm_act(channels: int, apply_act: bool = True, inplace: bool = True, **options: Any) -> nn.Module:
         norm = nm.L1BatchNorm2d(channels, **options)
         return nn.Sequential(norm, nn.SiLU(inplace=inplace)) if apply_act else norm
 
-    built, converted = (
-        build("efficientnet_b0", norm_layer=norm_act),
-        nm.convert(build("efficientnet_b0"), "l1"),
-    )
+    built, converted = build("efficientnet_b0", norm_layer=norm_act), nm.convert(build("efficientnet_b0"), "l1")
     assert sum(isinstance(module, nm.L1BatchNorm2d) for module in built.modules()) == 49
     images = torch.randn(2, 3, 64, 64, dtype=torch.float64)
 

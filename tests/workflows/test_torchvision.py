@@ -12,13 +12,9 @@ from zoo import assert_same_function, assert_same_step
 
 from normmatters.convert import ConversionReport, convert
 
-torchvision = pytest.importorskip(
-    "torchvision", reason="torchvision is not installed", exc_type=ImportError
-)
+torchvision = pytest.importorskip("torchvision", reason="torchvision is not installed", exc_type=ImportError)
 
-CASES: list[
-    tuple[str, tuple[int, int] | None]
-] = [  # model, (batch norms, how many of them fuse)
+CASES: list[tuple[str, tuple[int, int] | None]] = [  # model, (batch norms, how many of them fuse)
     ("resnet18", (20, 17)),
     ("resnet50", (53, 49)),
     ("vgg11_bn", (8, 8)),
@@ -32,13 +28,8 @@ CASES: list[
 def build(name: str) -> Any:
     torch.manual_seed(0)
     model = torchvision.models.get_model(name, weights=None, num_classes=7).double()
-    if name.startswith(
-        "vgg"
-    ):  # its linear layers are 120 million weights, and none of our business
-        model.avgpool, model.classifier = (
-            nn.AdaptiveAvgPool2d(1),
-            nn.Linear(512, 7).double(),
-        )
+    if name.startswith("vgg"):  # its linear layers are 120 million weights, and none of our business
+        model.avgpool, model.classifier = nn.AdaptiveAvgPool2d(1), nn.Linear(512, 7).double()
     return model
 
 
@@ -56,6 +47,4 @@ def test_fused_in_l1(name: str) -> None:
     assert len(report.fused) == {"resnet50": 49, "vgg11_bn": 8}[name]
     assert {change.after for change in report.changes} == {"L1BatchNorm2d"}
     assert_same_step(fused, unfused)
-    assert_same_step(
-        copy.deepcopy(fused), unfused
-    )  # a copy is fused as well, and goes on from the same statistics
+    assert_same_step(copy.deepcopy(fused), unfused)  # a copy is fused as well, and goes on from the same statistics

@@ -14,13 +14,7 @@ from torch.testing import assert_close
 
 import normmatters as nm
 
-SIZES = {
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 32,
-    "num_labels": 3,
-}
+SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, "num_labels": 3}
 
 
 @pytest.fixture
@@ -34,16 +28,10 @@ def build(hf: Any, name: str) -> tuple[Any, dict[str, Tensor]]:
     torch.manual_seed(0)
     if name == "bert":
         config = hf.BertConfig(vocab_size=50, max_position_embeddings=16, **SIZES)
-        model, inputs = (
-            hf.BertForSequenceClassification(config),
-            {"input_ids": torch.randint(50, (4, 8))},
-        )
+        model, inputs = hf.BertForSequenceClassification(config), {"input_ids": torch.randint(50, (4, 8))}
     else:
         config = hf.ViTConfig(image_size=8, patch_size=4, **SIZES)
-        model, inputs = (
-            hf.ViTForImageClassification(config),
-            {"pixel_values": torch.randn(4, 3, 8, 8).double()},
-        )
+        model, inputs = hf.ViTForImageClassification(config), {"pixel_values": torch.randn(4, 3, 8, 8).double()}
     for module in model.modules():
         if isinstance(module, nn.LayerNorm):
             nn.init.normal_(module.weight, 1, 0.3)
@@ -82,10 +70,7 @@ def test_layer_norms_become_l1(hf: Any, name: str) -> None:
     x, y = seen[0]
     deviation = x - x.mean(-1, keepdim=True)
     scale = math.sqrt(math.pi / 2) * deviation.abs().mean(-1, keepdim=True)  # F10
-    assert_close(
-        y,
-        deviation / (scale**2 + norms[-1].eps).sqrt() * norms[-1].weight + norms[-1].bias,
-    )
+    assert_close(y, deviation / (scale**2 + norms[-1].eps).sqrt() * norms[-1].weight + norms[-1].bias)
 
 
 @pytest.mark.parametrize("name", ["bert", "vit"])
@@ -109,12 +94,7 @@ def test_attention_and_mlp_weights_stay_bounded_in_training(hf: Any, name: str) 
         loss.backward()
         for layer in layers:
             v = layer.parametrizations.weight.original
-            assert_close(
-                (v * v.grad).sum(1),
-                torch.zeros(len(v), dtype=v.dtype),
-                rtol=0,
-                atol=1e-12,
-            )
+            assert_close((v * v.grad).sum(1), torch.zeros(len(v), dtype=v.dtype), rtol=0, atol=1e-12)
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.5 * losses[0]
@@ -164,12 +144,7 @@ def test_trainer_decays_what_it_should_and_resumes_exactly(hf: Any, tmp_path: Pa
             logging_strategy="no",
         )
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=4)
-        trainer = hf.Trainer(
-            model=model,
-            args=arguments,
-            train_dataset=data,
-            optimizers=(optimizer, schedule),
-        )
+        trainer = hf.Trainer(model=model, args=arguments, train_dataset=data, optimizers=(optimizer, schedule))
         trainer.train(resume_from_checkpoint=resume)
         return trainer
 
@@ -180,10 +155,7 @@ def test_trainer_decays_what_it_should_and_resumes_exactly(hf: Any, tmp_path: Pa
     assert norms
     assert not norms & decayed_by_default
     assert any(name.endswith("original") for name in decayed_by_default)
-    assert {group["weight_decay"] for group in whole.optimizer.param_groups} == {
-        0.1,
-        0.0,
-    }
+    assert {group["weight_decay"] for group in whole.optimizer.param_groups} == {0.1, 0.0}
 
     resumed = train("resumed", str(tmp_path / "whole" / "checkpoint-2"))
     assert resumed.state.global_step == 4
