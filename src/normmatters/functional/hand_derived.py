@@ -12,7 +12,7 @@ that what they write in between stays in the cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -192,15 +192,22 @@ class _DifferentiatedTwice(torch.autograd.Function):
         )
 
 
-def _chunks(x: Tensor) -> Iterator[slice]:
-    """Slices of the batch that fit the cache; on other devices the whole batch, where launches cost more."""
-    step = max(1, CHUNK * torch.get_num_threads() * x.shape[0] // x.numel()) if x.device.type == "cpu" else x.shape[0]
-    return (slice(i, i + step) for i in range(0, x.shape[0], step))
+def _samples(x: Tensor) -> int:
+    """How many samples at a time fit the cache; on other devices the whole batch, where launches cost more."""
+    if x.device.type != "cpu":
+        return x.shape[0]
+    return max(1, CHUNK * torch.get_num_threads() * x.shape[0] // x.numel())
 
 
-def _scratch(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Room for the largest of the chunks. Written again and again, it stays in the cache."""
-    return torch.empty_like(x[next(_chunks(x))], dtype=dtype)
+def _pieces(x: Tensor, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """A few samples at a time of ``x`` and the tensors of its shape."""
+    return zip(*(t.split(_samples(x)) for t in (x, *tensors)))
+
+
+def _scratch(x: Tensor, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """Room for any piece of ``x``, given a piece. Written again and again, it stays in the cache."""
+    room = torch.empty_like(x[: _samples(x)], dtype=dtype)
+    return lambda piece: room if piece.shape[0] == room.shape[0] else room[: piece.shape[0]]
 
 
 def _per_channel(t: Tensor, like: Tensor) -> Tensor:
@@ -217,8 +224,8 @@ def _average(x: Tensor, mean: Tensor, kind: Kind, p: float) -> Tensor:
         top = torch.maximum(x.amax(dims).to(mean) - mean, mean - x.amin(dims).to(mean))
         top = torch.where(top == 0, torch.ones_like(top), top)
     scratch = _scratch(x, mean.dtype)
-    for rows in _chunks(x):
-        c = torch.sub(x[rows], mu, out=scratch[: x[rows].shape[0]])
+    for (part,) in _pieces(x):
+        c = torch.sub(part, mu, out=scratch(part))
         if top is None:
             c = c.abs_() if kind == "l1" else c.square_()
         else:
@@ -235,8 +242,8 @@ def _extremes(x: Tensor, mean: Tensor, kind: Kind, k: int) -> tuple[Tensor, Tens
     rank = 1 if kind == "range" else k
     values, positions = [], []
     offset = 0
-    for rows in _chunks(x):
-        c = (x[rows] - _per_channel(mean, x)).transpose(0, 1).flatten(1)
+    for (part,) in _pieces(x):
+        c = (part - _per_channel(mean, x)).transpose(0, 1).flatten(1)
         ends = (c, -c) if kind == "range" else (c.abs(),)
         found = [end.topk(min(rank, c.shape[1]), dim=1) for end in ends]
         values.append(torch.stack([f.values for f in found], 1))  # (C, ends, rank)
@@ -284,15 +291,15 @@ def _normalize(
         shift += bias
     scale, shift = _per_channel(scale, x), _per_channel(shift, x)
     y = torch.empty_like(x)
-    for rows in _chunks(x):
-        part = y[rows] if y.dtype == mean.dtype else torch.empty_like(y[rows], dtype=mean.dtype)
-        torch.addcmul(shift, x[rows].to(mean.dtype), scale, out=part)
-        if residual is not None:
-            part += residual[rows]
+    for part, out, *rest in _pieces(x, y, *([] if residual is None else [residual])):
+        wide = out if out.dtype == mean.dtype else torch.empty_like(out, dtype=mean.dtype)
+        torch.addcmul(shift, part.to(mean.dtype), scale, out=wide)
+        for one in rest:
+            wide += one
         if act == "relu":
-            part.relu_()
-        if part.dtype != y.dtype:
-            y[rows] = part
+            wide.relu_()
+        if wide is not out:
+            out.copy_(wide)
     return y
 
 
@@ -321,18 +328,18 @@ def _backward(
     sum_g, sum_gc, sum_u = torch.zeros_like(mean), torch.zeros_like(mean), torch.zeros_like(mean)
     dense = kind in ("l1", "l2", "lp")
     scratch = _scratch(x, mean.dtype)
-    for rows in _chunks(x):
+    dims = [d for d in range(x.dim()) if d != 1]
+    for part, g, arrived, out in _pieces(x, masked, grad, grad if output is None else output):
         if output is not None:
-            torch.ops.aten.threshold_backward.grad_input(grad[rows], output[rows], 0, grad_input=masked[rows])
-        g, c = masked[rows].to(mean.dtype), x[rows].to(mean.dtype)
+            torch.ops.aten.threshold_backward.grad_input(arrived, out, 0, grad_input=g)
+        g, c = g.to(mean.dtype), part.to(mean.dtype)
         _, gc, gs = torch.ops.aten.native_batch_norm_backward(  # for its two fused sums, Σ g·(x−μ)·1 and Σ g
             g, c, one, None, None, mean, one, True, eps, [False, True, True]
         )
         sum_gc += gc
         sum_g += gs
         if dense and needed[0]:
-            u = _direction(c, mu, statistic, kind, p, out=scratch[: c.shape[0]])
-            sum_u += u.sum([d for d in range(x.dim()) if d != 1])
+            sum_u += _direction(c, mu, statistic, kind, p, out=scratch(c)).sum(dims)
 
     n = x.numel() // x.shape[1]
     D = (squared + eps).sqrt()
@@ -348,16 +355,15 @@ def _backward(
     if needed[0]:
         # dx = a·g + shift + u·slope
         shift, scale, slope = (_per_channel(t, x) for t in (a * (r * sum_u - sum_g) / n, a, -a * r))
-        for rows in _chunks(x):
-            g = masked[rows].to(mean.dtype)
-            part = dx[rows] if dx.dtype == mean.dtype else torch.empty_like(g)
+        for part, g, out in _pieces(x, masked, dx):
             rest = shift
             if dense:
-                u = _direction(x[rows].to(mean.dtype), mu, statistic, kind, p, out=scratch[: g.shape[0]])
+                u = _direction(part.to(mean.dtype), mu, statistic, kind, p, out=scratch(part))
                 rest = torch.addcmul(shift, u, slope, out=u)
-            torch.addcmul(rest, g, scale, out=part)
-            if part.dtype != dx.dtype:
-                dx[rows] = part
+            if out.dtype == mean.dtype:
+                torch.addcmul(rest, g, scale, out=out)
+            else:
+                out.copy_(torch.addcmul(rest, g.to(mean.dtype), scale))
         if positions is not None:
             at_extremes = (-a * r).unsqueeze(1) * slopes
             dx.index_put_(_index(x, positions), at_extremes.to(dx.dtype), accumulate=True)
