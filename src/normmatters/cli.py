@@ -52,7 +52,7 @@ Sets = Annotated[
     list[str] | None,
     typer.Option("--set", "-s", metavar="KEY=VALUE", help="Change a setting, such as optim.lr=0.05. May be repeated."),
 ]
-_DEFAULT_SEEDS = {"quick": 2, "cifar": 3, "full": 1}
+_DEFAULT_SEEDS = {"quick": 2, "short": 2, "cifar": 3, "full": 1}
 
 
 def main() -> None:
@@ -94,20 +94,21 @@ def reproduce(
     names: Annotated[
         list[str],
         typer.Argument(
-            metavar="NAME...", help="fig1 fig2 fig3 fig4 supp1 supp2 table1 table2 lp_weight_norm speed, or all."
+            metavar="NAME...",
+            help="fig1 fig2 fig3 fig4 supp1 supp2 table1 table2 lp_weight_norm speed lean resnet56_norms, or all.",
         ),
     ],
     preset: Annotated[
         str,
         typer.Option(
-            help="[bold]quick[/]: embedded data. [bold]cifar[/]: CIFAR-10, Tiny-ImageNet, Multi30k. "
-            "[bold]full[/]: ImageNet, WMT14."
+            help="[bold]quick[/]: embedded data. [bold]cifar[/]: CIFAR-10, Tiny-ImageNet, Multi30k; "
+            "[bold]short[/]: the same, fewer epochs. [bold]full[/]: ImageNet, WMT14."
         ),
     ] = "quick",
     data: Annotated[str | None, typer.Option(help="Another data set than the preset's, such as cifar10.")] = None,
     data_dir: DataDir = None,
     seeds: Annotated[
-        int | None, typer.Option(min=1, help="Runs of each cell.", show_default="quick 3, cifar 3, full 1")
+        int | None, typer.Option(min=1, help="Runs of each cell.", show_default="quick 2, short 2, cifar 3, full 1")
     ] = None,
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Runs side by side.", show_default="cores; 1 on a GPU")
@@ -283,6 +284,35 @@ def report(
     from normmatters.lab.report import write_report
 
     _tell(Console(), write_report(runs, out))
+
+
+@app.command(rich_help_panel="The paper")
+def publish(
+    runs: Annotated[
+        list[Path] | None, typer.Argument(metavar="[RUNS]...", help="Folders with runs below them.")
+    ] = None,
+    preset: Annotated[str, typer.Option(help="The preset that the runs are of: a folder below --to.")] = "cifar",
+    to: Annotated[Path, typer.Option(help="Where results are kept.")] = Path("results"),
+    readme: Annotated[Path | None, typer.Option(help="A file with marks between which the claims are written.")] = None,
+) -> None:
+    """Keep finished runs as one small file each, and redraw all pages from such files.
+
+    [bold]Examples[/]
+
+      normmatters publish runs/cifar --preset cifar
+      normmatters publish --readme README.md        [dim]only redraw: what `make report` does[/]
+    """
+    from normmatters.lab.experiments import check_preset
+    from normmatters.lab.publish import publish as keep
+    from normmatters.lab.publish import redraw
+
+    check_preset(preset)
+    console = Console()
+    if runs:
+        kept = keep(runs, to / preset)
+        console.print(f"[bold]{len(kept)} runs[/] in {_plain(str(to / preset))}", highlight=False)
+    for report in redraw(to, readme):
+        _tell(console, report)
 
 
 @app.command(rich_help_panel="The library")

@@ -79,6 +79,8 @@ def test_help_loads_nothing_slow() -> None:
         (["reproduce", "fig1", "--device", "gpu7", "--out", "OUT"], "expected auto, cpu, cuda or cuda:N"),
         (["train", "nowhere.toml"], "no such config file"),
         (["report", "nowhere"], "no such folder"),
+        (["publish", "nowhere"], "no such folder"),
+        (["publish", "--to", "OUT"], "no published runs"),
         (["data", "prepare", "cifar"], "did you mean 'cifar10'"),
         (["bench", "laeyrs"], "laeyrs"),
         (["explain", "--lr", "-1"], "lr"),

@@ -78,7 +78,7 @@ def test_more_seeds_tell_more(tmp_path: Path) -> None:
 
 
 def test_divergence_is_a_result(tmp_path: Path) -> None:
-    write_run(tmp_path, "fig2/resnet18_l2", final=0.9)
+    write_run(tmp_path, "fig3/l2_fp32", final=0.9)
     write_run(tmp_path, "fig3/l2_fp16", diverge=True)
     write_run(tmp_path, "fig3/l2_fp16_acc32", final=0.89)
     runs = collect([tmp_path])
@@ -177,7 +177,7 @@ def test_the_page_stands_alone_and_says_the_numbers(tmp_path: Path) -> None:
     assert "normmatters reproduce all" in page
     text = report.markdown.read_text()
     assert f"{ours.mean:.2f} ± {ours.sd:.2f} %" in text
-    assert text.count("## ") == 11  # ten experiments and what did not finish
+    assert text.count("## ") == 13  # twelve experiments and what did not finish
     names = {p.name for p in report.figures}
     assert {"fig1-0.svg", "fig1-0.png", "supp2-0.svg"} <= names
     for path in report.figures:

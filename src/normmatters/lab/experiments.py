@@ -25,7 +25,18 @@ from typing import Any
 from normmatters.lab import config as _config
 from normmatters.lab.config import RunConfig
 
-__all__ = ["PRESETS", "Cell", "Paper", "experiment_names", "folder", "load_cell", "load_cells", "load_file", "suggest"]
+__all__ = [
+    "PRESETS",
+    "Cell",
+    "Paper",
+    "check_preset",
+    "experiment_names",
+    "folder",
+    "load_cell",
+    "load_cells",
+    "load_file",
+    "suggest",
+]
 
 PRESETS = ("quick", "short", "cifar", "full")
 _METRICS = ("accuracy", "bleu", "ppl")
@@ -69,8 +80,7 @@ class Cell:
 
     def config(self, preset: str = "full", seed: int = 0, overrides: Iterable[str] = ()) -> RunConfig:
         """The run of this cell at one scale of data. A cell that is the same as another gives that one's run."""
-        if preset not in PRESETS:
-            raise ValueError(f"no preset {preset!r}{suggest(preset, PRESETS)}")
+        check_preset(preset)
         if self.same_as:
             return load_cell(self.same_as).config(preset, seed, overrides)
         table = dict(self.table)
@@ -78,6 +88,12 @@ class Cell:
             table = _config._merge(table, dict(self.presets.get(name, {})))
         origin = f"{self.path} (preset {preset})"
         return _config.apply_overrides(_config.from_dict({**table, "seed": seed}, origin), overrides)
+
+
+def check_preset(name: str) -> None:
+    """Raise on a name that is no preset, with the one that was meant."""
+    if name not in PRESETS:
+        raise ValueError(f"no preset {name!r}{suggest(name, PRESETS)}")
 
 
 def suggest(word: str, known: Iterable[str]) -> str:

@@ -8,7 +8,12 @@ claimed direction and e two standard errors of it:
 ``follows``  mean |log a − log b| of the training loss over all epochs is at most half of mean |log c − log b|
 ``diverges`` a ends with a loss that is not finite, or at least ``margin`` points below b
 ``sooner``   a reaches the error ``target`` in at most 1/``margin`` of the epochs that b needs
-``cheaper``  a takes less of ``metric`` (seconds, memory) than b; judged on a GPU only
+``cheaper``  a takes less of ``metric`` (seconds, memory) than b; judged on runs that had a GPU to themselves
+
+Rules and margins were set before any run on CIFAR-10, Tiny-ImageNet or Multi30k, with one exception to know of:
+``follows`` compared validation errors at first and was changed to training losses after runs on digits, where the
+validation error of a few hundred images was too noisy to tell. The hyper-parameters of the preset ``quick`` were chosen
+by looking at the same digits that it reports; those of the other presets were not tuned.
 """
 
 from __future__ import annotations
@@ -66,16 +71,17 @@ class Claim:
         return {
             "better": "difference larger than two standard errors",
             "equal": f"difference at most {self.margin:g} {points}",
-            "follows": "training loss over all epochs at most half as far (log scale) from WD on's as WD off's is",
+            "follows": "training loss over all epochs at most half as far (log scale) from WD on's as WD off's is; "
+            "a rule changed from validation error after the first runs on digits",
             "diverges": f"loss not finite, or at least {self.margin:g} {points} lost",
             "sooner": f"reaches {self.target or 0:g} % error in at most 1/{self.margin:g} of the epochs",
-            "cheaper": f"fewer {'seconds an epoch' if self.metric == 'seconds' else 'bytes at the peak'} (on a GPU)",
+            "cheaper": f"fewer {'seconds an epoch' if self.metric == 'seconds' else 'bytes at peak'}, alone on a GPU",
         }[self.rule]
 
 
 _FIG1 = ("wd_on", "wd_off", "corrected", "norm_schedule", "wd_free", "angular")
 _NORMS = ("l2", "l1", "topk", "linf")
-_HALF = ("l2_fp32", "l1_fp32", "l1_fp16", "l2_fp16_acc32", "l2_fp16", "l1_bf16", "l2_bf16")
+_HALF = ("l2_fp32", "l1_fp32", "l1_fp16", "l2_fp16_acc32", "l2_fp16")
 _LEAN = ("native", "l2", "l1", "l1_lean")
 
 EXPERIMENTS: tuple[Experiment, ...] = (
@@ -110,8 +116,11 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         "Batch norm in half precision",
         "With its arithmetic in fp16, L1 batch norm loses nothing, sums in fp16 included; L2 diverges even with an "
         "fp32 accumulator.",
-        (Panel("Validation error", _HALF),),
-        _HALF,
+        (
+            Panel("Validation error", _HALF),
+            Panel("In bfloat16 (ours)", ("l2_fp32", "l1_bf16", "l2_bf16")),
+        ),
+        (*_HALF, "l1_bf16", "l2_bf16"),
     ),
     Experiment(
         "fig4",
@@ -226,20 +235,20 @@ EXPERIMENTS: tuple[Experiment, ...] = (
 
 CLAIMS: tuple[Claim, ...] = (
     Claim("E1", "Weight decay improves a network with batch norm", "better", "fig1/wd_on", "fig1/wd_off"),
-    Claim("E1", "Step-size correction ends where weight decay does", "equal", "fig1/corrected", "fig1/wd_on", 0.5),
+    Claim("E1", "Step-size correction ends where weight decay does", "equal", "fig1/corrected", "fig1/wd_on", 0.3),
     Claim("E1", "… and follows it all the way", "follows", "fig1/corrected", "fig1/wd_on", c="fig1/wd_off"),
-    Claim("E1", "Norm schedule ends where weight decay does", "equal", "fig1/norm_schedule", "fig1/wd_on", 0.5),
+    Claim("E1", "Norm schedule ends where weight decay does", "equal", "fig1/norm_schedule", "fig1/wd_on", 0.3),
     Claim("E1", "… and follows it all the way", "follows", "fig1/norm_schedule", "fig1/wd_on", c="fig1/wd_off"),
-    Claim(
-        "E1", "Weight-decay-free SGD is weight decay (ours)", "follows", "fig1/wd_free", "fig1/wd_on", c="fig1/wd_off"
-    ),
+    Claim("E1", "Weight-decay-free SGD ends there too (ours)", "equal", "fig1/wd_free", "fig1/wd_on", 0.3),
+    Claim("E1", "… and follows it all the way", "follows", "fig1/wd_free", "fig1/wd_on", c="fig1/wd_off"),
+    Claim("E1", "So does a fixed angle a step (ours)", "equal", "fig1/angular", "fig1/wd_on", 0.3),
     Claim("E2", "ResNet-18: L1 equals L2", "equal", "fig2/resnet18_l1", "fig2/resnet18_l2", 0.3),
     Claim("E2", "ResNet-18: Top(10) equals L2", "equal", "fig2/resnet18_topk", "fig2/resnet18_l2", 0.3),
     Claim("E2", "ResNet-18: L∞ is worse than L2", "better", "fig2/resnet18_l2", "fig2/resnet18_linf"),
     Claim("E2", "ResNet-50: L1 equals L2", "equal", "fig2/resnet50_l1", "fig2/resnet50_l2", 0.3),
     Claim("E2", "ResNet-50: Top(10) equals L2", "equal", "fig2/resnet50_topk", "fig2/resnet50_l2", 0.3),
     Claim("E2", "ResNet-50: L∞ is worse than L2", "better", "fig2/resnet50_l2", "fig2/resnet50_linf"),
-    Claim("E3", "L1 in fp16 loses nothing", "equal", "fig3/l1_fp16", "fig3/l1_fp32", 0.5),
+    Claim("E3", "L1 in fp16 loses nothing", "equal", "fig3/l1_fp16", "fig3/l1_fp32", 0.2),
     Claim("E3", "L2 in fp16 diverges, fp32 sums", "diverges", "fig3/l2_fp16_acc32", "fig3/l2_fp32", 5.0),
     Claim("E3", "L2 in fp16 diverges, fp16 sums", "diverges", "fig3/l2_fp16", "fig3/l2_fp32", 5.0),
     Claim("E4", "Bounded weight norm beats weight norm", "better", "fig4/bwn", "fig4/wn"),
@@ -256,7 +265,7 @@ CLAIMS: tuple[Claim, ...] = (
     Claim("E5", "With C the end is better", "better", "supp1/resnet56_with_c", "supp1/resnet56_without_c"),
     Claim("E5", "C × 1 beats C × ¼", "better", "supp1/resnet18_c_1", "supp1/resnet18_c_quarter"),
     Claim("E5", "C × 1 beats C × 4", "better", "supp1/resnet18_c_1", "supp1/resnet18_c_4"),
-    Claim("E6", "LSTM: bounded weight norm near layer norm", "equal", "supp2/bwn", "supp2/ln", 1.0, "bleu"),
+    Claim("E6", "LSTM: bounded weight norm near layer norm", "equal", "supp2/bwn", "supp2/ln", 0.8, "bleu"),
     Claim(
         "E7",
         "ResNet-56: bounded weight norm near batch norm",
@@ -272,17 +281,17 @@ CLAIMS: tuple[Claim, ...] = (
         "equal",
         "table1/transformer_bwn",
         "table1/transformer_ln",
-        1.0,
+        0.8,
         "bleu",
     ),
-    Claim("E9", "ResNet-56: L1 equals L2", "equal", "table2/resnet56_l1", "table2/resnet56_l2", 0.3),
+    Claim("E9", "ResNet-56: L1 equals L2", "equal", "table2/resnet56_l1", "table2/resnet56_l2", 0.2),
     Claim(
         "E10",
         "Transformer: L1 layer norm near L2",
         "equal",
         "table2/transformer_l1",
         "table2/transformer_l2",
-        0.2,
+        0.1,
         "ppl",
     ),
     Claim("E11", "L1 weight norm equals L2", "equal", "lp_weight_norm/l1", "lp_weight_norm/l2", 0.5),

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from normmatters.lab import config as _config
 from normmatters.lab.config import RunConfig
-from normmatters.lab.experiments import load_cell, load_cells
+from normmatters.lab.experiments import check_preset, load_cell, load_cells
 from normmatters.lab.memory import check_memory
 from normmatters.lab.runlog import read_json
 from normmatters.lab.worker import Worker, Workers
@@ -83,8 +83,11 @@ def plan(
     """
     if seeds < 1:
         raise ValueError(f"seeds must be at least 1, got {seeds}")
-    out, overrides = Path(out), list(overrides)
+    check_preset(preset)
+    experiments, out, overrides = list(experiments), Path(out), list(overrides)
     wanted = list(dict.fromkeys(cell.source for cell in load_cells(experiments) if preset in cell.only))
+    if not wanted:
+        raise ValueError(f"no cell of {', '.join(experiments)} is run at the preset {preset}: try short, cifar or full")
     jobs: dict[Path, Job] = {}
 
     def add(id: str, seed: int) -> Job:

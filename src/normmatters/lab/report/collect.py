@@ -92,7 +92,7 @@ class Run:
         return (self.error or {}).get("kind") == "nan"
 
     @property
-    def on_gpu(self) -> bool:
+    def alone_on_gpu(self) -> bool:
         """The trainer measures a peak of memory there only."""
         return "peak_memory" in {**(self.error or {}).get("metrics", {}), **(self.summary or {})}
 
@@ -192,15 +192,16 @@ class Collection:
 
 
 def collect(paths: Iterable[str | Path]) -> Collection:
-    """Read every run folder below ``paths`` (a folder with ``config.json`` is a run)."""
+    """Read every run below ``paths``: folders with a ``config.json``, and published runs, one file each."""
     runs: list[Run] = []
     for path in map(Path, paths):
         if not path.exists():
             raise ValueError(f"{path}: no such folder")
-        found = sorted({p.parent for p in path.rglob("config.json")})
+        found = sorted({p.parent for p in path.rglob("config.json")} | {*path.rglob(f"*{PUBLISHED}")})
         if not found:
             raise ValueError(f"{path}: no run folders below it (a run folder has a config.json)")
-        runs += [_read(p) for p in found if p not in {r.path for r in runs}]
+        new = [p for p in found if p not in {r.path for r in runs}]
+        runs += [_read(p) if p.is_dir() else read_published(p) for p in new]
     by_cell: dict[str, list[Run]] = {}
     for run in runs:
         by_cell.setdefault(run.cell_id, []).append(run)
@@ -219,6 +220,28 @@ def collect(paths: Iterable[str | Path]) -> Collection:
             label = str(group[0].config.get("label") or group[0].config["cell"])
             results[id] = Result(Cell(id, label, group[0].path, {}, {}, Paper()), tuple(group))
     return Collection(results, tuple(runs))
+
+
+PUBLISHED = ".run.jsonl"
+"""How the name of a published run ends: its config, environment, epochs, and summary or error, a line each."""
+
+
+def read_published(path: Path) -> Run:
+    """A run that ``publish`` wrote."""
+    parts: dict[str, Any] = {"config": None, "environment": {}, "summary": None, "error": None}
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: not JSON: {error}") from None
+        if "epoch" in record:
+            rows.append(record)
+        else:
+            parts |= record
+    if parts["config"] is None:
+        raise ValueError(f"{path}: not a published run: it has no config")
+    return Run(path, parts["config"], parts["environment"], rows, parts["summary"], parts["error"])
 
 
 def _identity(run: Run) -> str:

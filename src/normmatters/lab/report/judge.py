@@ -124,6 +124,6 @@ def _cheaper(claim: Claim, a: Result, b: Result) -> Verdict:
     if x is None or y is None:
         return Verdict(claim, "open", f"no {metric.label} recorded")
     measured = f"{x.mean:.2f} against {y.mean:.2f} {metric.unit}"
-    if not all(run.on_gpu for run in (*a.done, *b.done)):
-        return Verdict(claim, "open", f"{measured}: a CPU says nothing about it")
+    if not all(run.alone_on_gpu for run in (*a.done, *b.done)):
+        return Verdict(claim, "open", f"{measured}: not from runs that had a GPU to themselves")
     return Verdict(claim, "holds" if x.mean < y.mean else "fails", measured)

@@ -1,0 +1,100 @@
+"""Published runs say what their folders said, and pages are redrawn from them alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from lab_runs import small_run
+from synthetic_runs import write_run
+
+from normmatters.lab.publish import BEGIN, END, publish, redraw
+from normmatters.lab.report import collect, judge_all
+from normmatters.lab.trainer import train
+
+
+def test_a_published_run_is_the_run(tmp_path: Path) -> None:
+    config = small_run(experiment="mine", cell="one", seed=2, optim={"epochs": 2})
+    train(config, tmp_path / "runs" / "a")
+    (file,) = publish([tmp_path / "runs"], tmp_path / "results" / "quick")
+    assert file == tmp_path / "results" / "quick" / "mine" / "one" / "seed2.run.jsonl"
+    (folder,), (kept,) = collect([tmp_path / "runs"]).runs, collect([tmp_path / "results"]).runs
+    assert kept.config == json.loads((tmp_path / "runs" / "a" / "config.json").read_text())
+    assert (kept.cell_id, kept.seed, kept.finished) == ("mine/one", 2, True)
+    assert kept.environment["torch"] == folder.environment["torch"]
+    assert "platform" not in kept.environment  # of the machine, not of the result
+    assert len(kept.metrics) == 2
+    for ours, theirs in zip(kept.metrics, folder.metrics):
+        assert ours == pytest.approx({k: v for k, v in theirs.items() if k != "time_per_step"}, rel=1e-5)
+    assert file.stat().st_size < 5000
+    assert publish([tmp_path / "runs"], tmp_path / "results" / "quick") == [file]  # again is no error
+
+
+def test_what_did_not_finish_is_not_a_result(tmp_path: Path) -> None:
+    write_run(tmp_path / "runs", "fig1/wd_on")
+    write_run(tmp_path / "runs", "fig1/wd_off", finished=False)
+    write_run(tmp_path / "runs", "fig3/l2_fp16", diverge=True)
+    files = publish([tmp_path / "runs"], tmp_path / "kept")
+    assert [f.parent.name for f in files] == ["wd_on", "l2_fp16"]
+    assert collect([tmp_path / "kept"]).results["fig3/l2_fp16"].diverged
+
+
+def test_other_settings_are_not_overwritten(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", "fig1/wd_on", preset="quick")
+    write_run(tmp_path / "b", "fig1/wd_off", preset="cifar")
+    write_run(tmp_path / "b", "fig1/wd_on", preset="cifar")
+    (file,) = publish([tmp_path / "a"], tmp_path / "kept")
+    before = file.read_bytes()
+    with pytest.raises(ValueError, match="other settings"):
+        publish([tmp_path / "b"], tmp_path / "kept")
+    assert file.read_bytes() == before
+    assert len(list((tmp_path / "kept").rglob("*.jsonl"))) == 1
+
+
+def test_pages_are_redrawn_from_the_files_alone(tmp_path: Path) -> None:
+    for seed in range(3):
+        write_run(tmp_path / "runs", "fig1/wd_on", seed=seed, final=0.905 + 0.001 * seed, preset="cifar")
+        write_run(tmp_path / "runs", "fig1/wd_off", seed=seed, final=0.893 + 0.001 * seed, preset="cifar")
+    write_run(tmp_path / "others", "supp1/resnet56_with_c", preset="short")
+    results, readme = tmp_path / "results", tmp_path / "README.md"
+    publish([tmp_path / "runs"], results / "cifar")
+    publish([tmp_path / "others"], results / "short")
+    shutil.rmtree(tmp_path / "runs")
+    readme.write_text(f"# Project\n{BEGIN}\nold\n{END}\nmore\n")
+    reports = redraw(results, readme)
+    assert [r.html for r in reports] == [results / p / "report" / "report.html" for p in ("short", "cifar")]
+    text = (results / "README.md").read_text()
+    assert "| Figure 1 | WD on | 90.5 % | 90.60 ± 0.10 % | 3 | VGG11 on CIFAR-10, 80 epochs, bf16 autocast |" in text
+    assert "67 epochs" in text
+    claims = readme.read_text()
+    assert claims.startswith(f"# Project\n{BEGIN}\n")
+    assert claims.endswith(f"{END}\nmore\n")
+    assert "old" not in claims
+    assert "| ✓ | Weight decay improves a network with batch norm (E1) | 90.60 − 89.40 = +1.20" in claims
+    assert "no finished run" not in claims
+    verdicts = {v.claim.text: v.verdict for v in judge_all(collect([results / "cifar"]))}
+    assert verdicts["Weight decay improves a network with batch norm"] == "holds"
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    redraw(results, readme)
+    assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
+
+
+def test_mistakes_are_told(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no published runs"):
+        redraw(tmp_path)
+    write_run(tmp_path / "runs", "fig1/wd_on")
+    (file,) = publish([tmp_path / "runs"], tmp_path / "quick")
+    readme = tmp_path / "README.md"
+    readme.write_text(f"{END}\n{BEGIN}\n")
+    with pytest.raises(ValueError, match="in this order"):
+        redraw(tmp_path, readme)
+    assert not (tmp_path / "quick" / "report").exists()
+    lines = file.read_text().splitlines()
+    file.write_text("\n".join(lines[1:]))
+    with pytest.raises(ValueError, match="it has no config"):
+        collect([tmp_path / "quick"])
+    file.write_text(lines[0][:50])
+    with pytest.raises(ValueError, match="line 1: not JSON"):
+        collect([tmp_path / "quick"])
