@@ -42,8 +42,9 @@ bench: install
 demo: $(VENV)/.installed-lab
 	$(BIN)/normmatters reproduce all --preset quick
 
+# The published results, drawn again from results/ without a GPU: pages, tables, and the numbers in README and docs.
 report: $(VENV)/.installed-lab
-	$(BIN)/normmatters report runs/quick --out runs/quick/report
+	$(BIN)/normmatters publish --into README.md --into docs/results.md
 
 $(VENV)/.installed-lab: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -293,14 +293,17 @@ def publish(
     ] = None,
     preset: Annotated[str, typer.Option(help="The preset that the runs are of: a folder below --to.")] = "cifar",
     to: Annotated[Path, typer.Option(help="Where results are kept.")] = Path("results"),
-    readme: Annotated[Path | None, typer.Option(help="A file with marks between which the claims are written.")] = None,
+    into: Annotated[
+        list[Path] | None,
+        typer.Option(help="A page with parts between <!-- numbers: E1 --> and its end. May be repeated."),
+    ] = None,
 ) -> None:
     """Keep finished runs as one small file each, and redraw all pages from such files.
 
     [bold]Examples[/]
 
       normmatters publish runs/cifar --preset cifar
-      normmatters publish --readme README.md        [dim]only redraw: what `make report` does[/]
+      normmatters publish --into README.md        [dim]only redraw: what `make report` does[/]
     """
     from normmatters.lab.experiments import check_preset
     from normmatters.lab.publish import publish as keep
@@ -311,7 +314,7 @@ def publish(
     if runs:
         kept = keep(runs, to / preset)
         console.print(f"[bold]{len(kept)} runs[/] in {_plain(str(to / preset))}", highlight=False)
-    for report in redraw(to, readme):
+    for report in redraw(to, into or ()):
         _tell(console, report)
 
 

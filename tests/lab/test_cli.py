@@ -80,7 +80,7 @@ def test_help_loads_nothing_slow() -> None:
         (["train", "nowhere.toml"], "no such config file"),
         (["report", "nowhere"], "no such folder"),
         (["publish", "nowhere"], "no such folder"),
-        (["publish", "--to", "OUT"], "no published runs"),
+        (["publish", "--to", "nowhere"], "no such folder"),
         (["data", "prepare", "cifar"], "did you mean 'cifar10'"),
         (["bench", "laeyrs"], "laeyrs"),
         (["explain", "--lr", "-1"], "lr"),

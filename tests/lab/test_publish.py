@@ -10,7 +10,7 @@ import pytest
 from lab_runs import small_run
 from synthetic_runs import write_run
 
-from normmatters.lab.publish import BEGIN, END, publish, redraw
+from normmatters.lab.publish import END, publish, redraw
 from normmatters.lab.report import collect, judge_all
 from normmatters.lab.trainer import train
 
@@ -62,34 +62,44 @@ def test_pages_are_redrawn_from_the_files_alone(tmp_path: Path) -> None:
     publish([tmp_path / "runs"], results / "cifar")
     publish([tmp_path / "others"], results / "short")
     shutil.rmtree(tmp_path / "runs")
-    readme.write_text(f"# Project\n{BEGIN}\nold\n{END}\nmore\n")
-    reports = redraw(results, readme)
+    readme.write_text(f"# Project\n<!-- numbers: E1 figures -->\nold\n{END}\nmore\n<!-- numbers: E6 E8 -->{END}\n")
+    reports = redraw(results, [readme])
     assert [r.html for r in reports] == [results / p / "report" / "report.html" for p in ("short", "cifar")]
     text = (results / "README.md").read_text()
     assert "| Figure 1 | WD on | 90.5 % | 90.60 ± 0.10 % | 3 | VGG11 on CIFAR-10, 80 epochs, bf16 autocast |" in text
     assert "67 epochs" in text
     claims = readme.read_text()
-    assert claims.startswith(f"# Project\n{BEGIN}\n")
-    assert claims.endswith(f"{END}\nmore\n")
+    assert claims.startswith("# Project\n<!-- numbers: E1 figures -->\n| |")
+    assert claims.endswith(f"{END}\nmore\n<!-- numbers: E6 E8 -->\nNo runs of it are published.\n{END}\n")
     assert "old" not in claims
     assert "| ✓ | Weight decay improves a network with batch norm (E1) | 90.60 − 89.40 = +1.20" in claims
     assert "no finished run" not in claims
+    assert "![fig1-0](results/cifar/report/figures/fig1-0.svg)" in claims
+    assert (results / "cifar" / "report" / "figures" / "fig1-0.svg").is_file()
     verdicts = {v.claim.text: v.verdict for v in judge_all(collect([results / "cifar"]))}
     assert verdicts["Weight decay improves a network with batch norm"] == "holds"
     before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
-    redraw(results, readme)
+    redraw(results, [readme])
     assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
 
 
 def test_mistakes_are_told(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no published runs"):
-        redraw(tmp_path)
+    with pytest.raises(ValueError, match="no such folder"):
+        redraw(tmp_path / "nowhere")
+    assert redraw(tmp_path) == []
+    assert (tmp_path / "README.md").read_text().startswith("# Results")
     write_run(tmp_path / "runs", "fig1/wd_on")
     (file,) = publish([tmp_path / "runs"], tmp_path / "quick")
     readme = tmp_path / "README.md"
-    readme.write_text(f"{END}\n{BEGIN}\n")
-    with pytest.raises(ValueError, match="in this order"):
-        redraw(tmp_path, readme)
+    for text, message in (
+        (f"{END}\n<!-- numbers: E1 -->\n", "expected parts between"),
+        ("nothing", "expected parts between"),
+        (f"<!-- numbers: E1 F7 -->{END}", "E1 F7"),
+    ):
+        readme.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            redraw(tmp_path, [readme])
+        assert readme.read_text() == text
     assert not (tmp_path / "quick" / "report").exists()
     lines = file.read_text().splitlines()
     file.write_text("\n".join(lines[1:]))

@@ -2,18 +2,21 @@
 
 ``publish`` turns run folders into ``results/PRESET/EXPERIMENT/CELL/seedN.run.jsonl``: config, environment with the
 commit, every epoch's metrics to six digits, and the summary; no weights. ``redraw`` makes a report of every preset from
-these files alone, an overview in ``results/README.md``, and the part of the project's README between two marks.
+these files alone, an overview in ``results/README.md``, and the numbers between marks in other pages.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import os
+import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from normmatters.lab import config as _config
-from normmatters.lab.experiments import PRESETS
+from normmatters.lab.experiments import PRESETS, suggest
+from normmatters.lab.paper import CLAIMS
 from normmatters.lab.report import Report, collect, write_report
 from normmatters.lab.report.collect import METRICS, PUBLISHED, Result, Run, describe, read_published
 from normmatters.lab.report.html import experiments_of
@@ -21,7 +24,8 @@ from normmatters.lab.runlog import write_atomic
 
 __all__ = ["publish", "redraw"]
 
-BEGIN, END = "<!-- results: written by `make report` -->", "<!-- end of results -->"
+END = "<!-- end of numbers -->"
+_MARKED = re.compile(rf"<!-- numbers: ([\w ]+?) -->.*?{END}", re.DOTALL)
 _DIGITS = 6
 _ENVIRONMENT = ("time", "normmatters", "python", "torch", "cuda", "device", "world_size", "commit")
 
@@ -70,33 +74,41 @@ def _rounded(value: Any) -> Any:
     return [_rounded(v) for v in value] if isinstance(value, list | tuple) else value
 
 
-def redraw(results: str | Path, readme: str | Path | None = None) -> list[Report]:
-    """A report of every preset below ``results``, ``results/README.md``, and the marked part of ``readme``.
+def redraw(results: str | Path, pages: Iterable[str | Path] = ()) -> list[Report]:
+    """A report of every preset below ``results``, ``results/README.md``, and the marked parts of ``pages``.
 
-    Everything is read and checked before anything is written.
+    A marked part is what stands between ``<!-- numbers: E1 E7 -->`` and ``<!-- end of numbers -->``: the claims of the
+    named checks, with ``figures`` among them also the first figure of each experiment. Everything is read and checked
+    before anything is written.
     """
     results = Path(results)
+    if not results.is_dir():
+        raise ValueError(f"{results}: no such folder")
     presets = [name for name in PRESETS if any((results / name).rglob(f"*{PUBLISHED}"))]
-    if not presets:
-        raise ValueError(f"{results}: no published runs ({results}/PRESET/EXPERIMENT/CELL/seedN{PUBLISHED})")
-    before, after = ("", "") if readme is None else _around(Path(readme))
+    texts = {Path(page): _parts(Path(page)) for page in pages}
     reports = [
         write_report([results / p], results / p / "report", command="make report", images=False) for p in presets
     ]
     named = list(zip(presets, reports))
     write_atomic(results / "README.md", "\n".join([_ABOUT, *(_overview(p, r) for p, r in named)]).encode())
-    if readme is not None:
-        write_atomic(Path(readme), (before + "\n".join(_claims(p, r) for p, r in named) + after).encode())
+    for page, parts in texts.items():
+        filled = [part if i % 2 == 0 else _claims(part, named, page.parent) for i, part in enumerate(parts)]
+        write_atomic(page, "".join(filled).encode())
     return reports
 
 
-def _around(readme: Path) -> tuple[str, str]:
-    """What stands before and after the marked part."""
-    text = readme.read_text(encoding="utf-8")
-    begin, end = text.find(BEGIN), text.find(END)
-    if not 0 <= begin < end:
-        raise ValueError(f"{readme}: expected the marks {BEGIN} and {END}, in this order")
-    return text[: begin + len(BEGIN)] + "\n", text[end:]
+def _parts(page: Path) -> list[str]:
+    """The page cut at its marked parts; every second one is the checks that such a part is about."""
+    text = page.read_text(encoding="utf-8")
+    parts = _MARKED.split(text)
+    known = {"figures", *(claim.check for claim in CLAIMS)}
+    for checks in parts[1::2]:
+        for check in checks.split():
+            if check not in known:
+                raise ValueError(f"{page}: <!-- numbers: {checks} -->{suggest(check, sorted(known))}")
+    if len(parts) == 1 or "".join(parts[::2]).count("<!-- numbers:"):
+        raise ValueError(f"{page}: expected parts between <!-- numbers: E1 --> and {END}")
+    return parts
 
 
 _ABOUT = f"""# Results
@@ -140,9 +152,18 @@ def _cell(title: str, result: Result) -> str:
     )
 
 
-def _claims(preset: str, report: Report) -> str:
-    """The claims that these runs can be asked about."""
-    told = [v for v in report.verdicts if not v.measured.startswith("no finished run")]
-    lines = [f"`{preset}`: {_PRESET[preset]}.", "", "| | Claim | Measured |", "|---|---|---|"]
-    lines += [f"| {v.mark} | {v.claim.text} ({v.claim.check}) | {v.measured} |" for v in told]
-    return "\n".join(lines) + "\n"
+def _claims(words: str, reports: Sequence[tuple[str, Report]], page: Path) -> str:
+    """What the runs say about the claims of the named checks, with its marks, for a page in the folder ``page``."""
+    lines, pictures = [], []
+    for preset, report in reports:
+        told = [v for v in report.verdicts if v.claim.check in words.split()]
+        told = [v for v in told if not v.measured.startswith("no finished run")]
+        lines += [f"| {v.mark} | {v.claim.text} ({v.claim.check}) | {v.measured} | `{preset}` |" for v in told]
+        for name in dict.fromkeys(v.claim.experiment for v in told):
+            pictures += [f for f in report.figures if f.name == f"{name}-0.svg"]
+    table = (
+        ["| | Claim | Measured | Preset |", "|---|---|---|---|", *lines] if lines else ["No runs of it are published."]
+    )
+    if "figures" in words.split() and pictures:
+        table += ["", *(f"![{f.stem}]({Path(os.path.relpath(f, page)).as_posix()})" for f in pictures)]
+    return "\n".join([f"<!-- numbers: {words} -->", *table, END])
