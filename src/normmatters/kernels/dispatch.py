@@ -62,7 +62,8 @@ def _why_not_triton(input: Tensor) -> str:
         return f"the kernels take float16, bfloat16 and float32, the input is {input.dtype}"
     if input.numel() == 0:
         return "the input is empty"
-    if torch.compiler.is_exporting():
+    # The flag itself: up to torch 2.11, `is_exporting()` is also true inside torch.compile (pytorch/pytorch#176347).
+    if getattr(torch.compiler, "_is_exporting_flag", False):
         return "exported programs are to run without this library"
     if not torch.compiler.is_compiling():
         if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
@@ -140,6 +141,10 @@ def _say(what: str, backend: Backend, input: Tensor) -> None:
         _log_once(f"{what} falls back to {backend.name}: {backend.reason}")
 
 
+_kind = functools.cache(statistic_kind)
+_constant = functools.lru_cache(typed=True)(scale_constant)  # True is no constant, but equals 1
+
+
 def _check_devices(input: Tensor, *others: Tensor | None) -> None:
     """A kernel that is handed memory of another device spoils the GPU for the whole process: say so before."""
     for other in others:
@@ -201,7 +206,7 @@ def linked_batch_norm(
 ) -> tuple[Tensor, Tensor | None]:
     """:func:`batch_norm`, and a link to its output if ``linked`` (see :mod:`normmatters.kernels.ops`), or None.
 
-    ``link`` is what the batch norm that made ``residual`` gave with it. Where no kernel runs there are no links: the one
+    ``link`` is what the batch norm that made ``residual`` gave with it. Where no kernel runs there are no links: one
     that comes is left alone, and the residual's gradient goes the usual way.
 
     input and residual: (N, C, ...); the other tensors: (C,).
@@ -217,13 +222,12 @@ def linked_batch_norm(
     if backend.name == "triton":
         from normmatters.kernels import ops
 
-        kind = statistic_kind(p, k)
-        check_constant(constant)
+        kind = _kind(p, k)
         check_batch_norm(
             input, running_mean, running_var, weight, bias, training, eps, kind=kind, k=k, act=act, residual=residual
         )
         _check_devices(input, running_mean, running_var, weight, bias, residual)
-        C = scale_constant(p, input.numel() // input.shape[1], k, constant)
+        C = _constant(p, int(input.numel() // input.shape[1]), k, constant)
         if residual is not None and residual.dtype != input.dtype:
             residual, link = residual.to(input.dtype), None
         return ops.batch_norm(

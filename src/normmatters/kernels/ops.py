@@ -218,7 +218,7 @@ class _BatchNorm(torch.autograd.Function):
     """The eager node: statistics and normalization forward, one gradient backward."""
 
     @staticmethod
-    def forward(
+    def forward(  # few arguments: PyTorch looks at each of them, tensor or not
         ctx: Any,
         x: Tensor,
         weight: Tensor | None,
@@ -226,18 +226,13 @@ class _BatchNorm(torch.autograd.Function):
         residual: Tensor | None,
         link: Tensor | None,
         running: tuple[Any, ...],
-        kind: str,
-        k: int,
-        constant: float,
-        relu: bool,
-        lean: bool,
-        save: bool,
-        linked: bool,
+        options: tuple[Any, ...],
     ) -> Tensor | tuple[Tensor, Tensor]:
         x = _dense(x)
         statistics, index = kernels.statistics(x, *running)
-        inputs = (x, weight, bias, residual, link, statistics, index, kind, k, constant, relu, lean, save, linked)
+        inputs = (x, weight, bias, residual, link, statistics, index, *options)
         output = _apply(*inputs)
+        *_, save, linked = options
         if save:
             _save(ctx, inputs, output)
         return (output[0], output[3]) if linked else output[0]
@@ -245,7 +240,7 @@ class _BatchNorm(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, g: Tensor, link: Tensor | None = None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return *_input_gradients(ctx, g, link, _gradients), *[None] * 8
+        return *_input_gradients(ctx, g, link, _gradients), None, None
 
 
 def batch_norm(
@@ -278,7 +273,7 @@ def batch_norm(
     options = (kind, k or 0, constant, relu, lean, save, linked)
     if not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() == 0:
         with _on_device_of(x):
-            out = _BatchNorm.apply(x, weight, bias, residual, link, running, *options)
+            out = _BatchNorm.apply(x, weight, bias, residual, link, running, options)
         return out if linked else (out, None)
     with torch.no_grad():
         statistics, index = torch.ops.normmatters.batch_norm_statistics(x.detach(), *running)

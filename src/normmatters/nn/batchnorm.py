@@ -120,8 +120,8 @@ class _LpBatchNorm(_NormBase):
         residual: Tensor | None,
     ) -> Tensor:
         """The normalization itself; :class:`~normmatters.nn.sync.SyncLpBatchNorm` takes it over several processes."""
-        arguments = (input, running_mean, running_var, training, momentum, residual)
-        return _LpBatchNorm._linked_batch_norm(self, *arguments, None, False)[0]
+        statistics = (running_mean, running_var, self.weight, self.bias, training, momentum, self.eps)
+        return dispatch.batch_norm(input, *statistics, residual=residual, **self._options())
 
     def _linked_batch_norm(
         self,
@@ -134,24 +134,12 @@ class _LpBatchNorm(_NormBase):
         link: Tensor | None,
         linked: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        return dispatch.linked_batch_norm(
-            input,
-            running_mean,
-            running_var,
-            self.weight,
-            self.bias,
-            training,
-            momentum,
-            self.eps,
-            p=self.p,
-            k=self.k,
-            constant=self.constant,
-            act=self.act,
-            residual=residual,
-            memory=self.memory,
-            link=link,
-            linked=linked,
-        )
+        statistics = (running_mean, running_var, self.weight, self.bias, training, momentum, self.eps)
+        options = self._options()
+        return dispatch.linked_batch_norm(input, *statistics, residual=residual, link=link, linked=linked, **options)
+
+    def _options(self) -> dict[str, Any]:
+        return {"p": self.p, "k": self.k, "constant": self.constant, "act": self.act, "memory": self.memory}
 
     def reset_parameters(self) -> None:
         """Reset the running statistics, the weight to 1 and the bias to 0."""

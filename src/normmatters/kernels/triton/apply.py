@@ -88,9 +88,9 @@ def normalize_kernel(
     slope = (gamma * inverse)[None, None, :]
     count = tl.zeros((BLOCK_R, BLOCK_C), tl.int32)
 
-    ahead = load_tile(x_ptr, split, col, rows, cols, BLOCK_R, EVEN)
+    ahead = load_tile(x_ptr, split, col, rows, cols, BLOCK_R, EVEN, False)
     if HAS_RESIDUAL:
-        residual_ahead = load_tile(residual_ptr, split, col, rows, cols, BLOCK_R, EVEN)
+        residual_ahead = load_tile(residual_ptr, split, col, rows, cols, BLOCK_R, EVEN, False)
     for it in range(split, tiles, splits):
         row = tile_rows(it, BLOCK_R)
         mask = row < rows
@@ -99,11 +99,11 @@ def normalize_kernel(
         d = ahead.to(tl.float32) - mean[None, None, :]
         if not EVEN and COUNT:
             d = tl.where(mask, d, -1e30)  # what lies outside is not above the mean
-        ahead = load_tile(x_ptr, it + splits, col, rows, cols, BLOCK_R, EVEN)
+        ahead = load_tile(x_ptr, it + splits, col, rows, cols, BLOCK_R, EVEN, False)
         y = d * slope + beta[None, None, :]
         if HAS_RESIDUAL:
             y += residual_ahead.to(tl.float32)
-            residual_ahead = load_tile(residual_ptr, it + splits, col, rows, cols, BLOCK_R, EVEN)
+            residual_ahead = load_tile(residual_ptr, it + splits, col, rows, cols, BLOCK_R, EVEN, False)
         z = y
         if RELU:
             # NaN passes through, as in PyTorch.
@@ -239,21 +239,21 @@ def reduce_kernel(
     TENSOR: tl.constexpr = SOURCE != FROM_CODE and not MEAN_ONLY
     first = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
     second = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
-    g_ahead = load_tile(g_ptr, tiles - 1 - split, col, rows, cols, BLOCK_R, EVEN)
+    g_ahead = load_tile(g_ptr, tiles - 1 - split, col, rows, cols, BLOCK_R, EVEN, not LINKED)
     if LINKED:
-        link_ahead = load_tile(link_ptr, tiles - 1 - split, col, rows, cols, BLOCK_R, EVEN)
+        link_ahead = load_tile(link_ptr, tiles - 1 - split, col, rows, cols, BLOCK_R, EVEN, False)
     if TENSOR:
-        t_ahead = load_tile(saved_ptr, tiles - 1 - split, col, rows, cols, BLOCK_R, EVEN)
+        t_ahead = load_tile(saved_ptr, tiles - 1 - split, col, rows, cols, BLOCK_R, EVEN, False)
     if WORDS:
         words_ahead = load_words(code_ptr, tiles - 1 - split, col, rows, cols, BLOCK_R, EVEN)
     for it in range(split, tiles, splits):
         tile = tiles - 1 - it
         following = tl.where(tile >= splits, tile - splits, tiles)
         g = g_ahead.to(tl.float32)
-        g_ahead = load_tile(g_ptr, following, col, rows, cols, BLOCK_R, EVEN)
+        g_ahead = load_tile(g_ptr, following, col, rows, cols, BLOCK_R, EVEN, not LINKED)
         if LINKED:
             g = (g + link_ahead.to(tl.float32)).to(d_ptr.dtype.element_ty).to(tl.float32)
-            link_ahead = load_tile(link_ptr, following, col, rows, cols, BLOCK_R, EVEN)
+            link_ahead = load_tile(link_ptr, following, col, rows, cols, BLOCK_R, EVEN, False)
         if WORDS:
             words = words_ahead
             words_ahead = load_words(code_ptr, following, col, rows, cols, BLOCK_R, EVEN)
@@ -265,7 +265,7 @@ def reduce_kernel(
             g = tl.where(has_bit(words, 1, 2), g, 0.0)
         if TENSOR:
             t = t_ahead.to(tl.float32)
-            t_ahead = load_tile(saved_ptr, following, col, rows, cols, BLOCK_R, EVEN)
+            t_ahead = load_tile(saved_ptr, following, col, rows, cols, BLOCK_R, EVEN, False)
             if RELU and SOURCE == FROM_OUTPUT:
                 g = tl.where(t > 0, g, 0.0)
             t = t - center[None, None, :]
@@ -282,11 +282,11 @@ def reduce_kernel(
         if tl.max(vague.to(tl.int32), axis=0) > 0:
             signed = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
             for it in range(split, tiles, splits):
-                g = load_tile(g_ptr, it, col, rows, cols, BLOCK_R, EVEN).to(tl.float32)
+                g = load_tile(g_ptr, it, col, rows, cols, BLOCK_R, EVEN, not LINKED).to(tl.float32)
                 if LINKED:
-                    g += load_tile(link_ptr, it, col, rows, cols, BLOCK_R, EVEN).to(tl.float32)
+                    g += load_tile(link_ptr, it, col, rows, cols, BLOCK_R, EVEN, False).to(tl.float32)
                 if RELU:
-                    g = tl.where(load_tile(saved_ptr, it, col, rows, cols, BLOCK_R, EVEN) > 0, g, 0.0)
+                    g = tl.where(load_tile(saved_ptr, it, col, rows, cols, BLOCK_R, EVEN, False) > 0, g, 0.0)
                 words = load_words(code_ptr, it, col, rows, cols, BLOCK_R, EVEN)
                 signed += tl.sum(tl.where(has_bit(words, 0, 2), g, -g), axis=1)
             second = tl.where(vague[None, :], signed, second)
@@ -417,11 +417,11 @@ def input_gradient_kernel(
     if KIND == L2:
         mean = tl.load(stats_ptr + channel, mask=inside, other=0.0)[None, None, :]
 
-    g_ahead = load_tile(g_ptr, split, col, rows, cols, BLOCK_R, EVEN)
+    g_ahead = load_tile(g_ptr, split, col, rows, cols, BLOCK_R, EVEN, False)
     if CODE_BITS > 0:
         words_ahead = load_words(code_ptr, split, col, rows, cols, BLOCK_R, EVEN)
     if KIND == L2:
-        x_ahead = load_tile(saved_ptr, split, col, rows, cols, BLOCK_R, EVEN)
+        x_ahead = load_tile(saved_ptr, split, col, rows, cols, BLOCK_R, EVEN, False)
     for it in range(split, tiles, splits):
         row = tile_rows(it, BLOCK_R)
         offset = row.to(tl.int64) * cols + col[None, None, :]
@@ -429,7 +429,7 @@ def input_gradient_kernel(
         if not EVEN:
             mask = mask & inside[None, None, :]
         g = g_ahead.to(tl.float32)
-        g_ahead = load_tile(g_ptr, it + splits, col, rows, cols, BLOCK_R, EVEN)
+        g_ahead = load_tile(g_ptr, it + splits, col, rows, cols, BLOCK_R, EVEN, False)
         if CODE_BITS > 0:
             words = words_ahead
             words_ahead = load_words(code_ptr, it + splits, col, rows, cols, BLOCK_R, EVEN)
@@ -448,7 +448,7 @@ def input_gradient_kernel(
             dx = g * slope + even[None, None, :]
         if KIND == L2:
             dx += tilt[None, None, :] * (x_ahead.to(tl.float32) - mean)
-            x_ahead = load_tile(saved_ptr, it + splits, col, rows, cols, BLOCK_R, EVEN)
+            x_ahead = load_tile(saved_ptr, it + splits, col, rows, cols, BLOCK_R, EVEN, False)
         tl.store(dx_ptr + offset, dx.to(dx_ptr.dtype.element_ty), mask=mask)
         if WRITE_RESIDUAL:
             tl.store(dresidual_ptr + offset, g.to(dresidual_ptr.dtype.element_ty), mask=mask)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from normmatters.kernels.triton import apply, select, stats
-from normmatters.kernels.triton.launch import Launch, are_aligned
+from normmatters.kernels.triton.launch import Launch
 from normmatters.kernels.triton.layout import (
     ROWS_PER_CODE,
     Tiling,
@@ -258,18 +258,17 @@ def statistics(
     rv = unused if running_var is None else running_var.contiguous()
     plan = _statistics_plan(view, x.dtype, kind, k, (rm.dtype, rv.dtype) if has_running else None)
     scratch = _empty(x, plan.scratch)
-    aligned = are_aligned(x, rm, rv)
     if plan.pilot is not None:
-        plan.pilot((x, scratch), aligned=aligned)
+        plan.pilot((x, scratch))
     extremes = _empty(x, plan.extremes) if plan.extremes else scratch
-    plan.moments((x, scratch, extremes), aligned=aligned)
+    plan.moments((x, scratch, extremes))
     numbers = (constant, momentum, eps, plan.unbias)
     if not plan.extremes:
         index = None
-        plan.finish((x, scratch, out, rm, rv), numbers, aligned=aligned)
+        plan.finish((x, scratch, out, rm, rv), numbers)
     else:
         index = _empty(x, kept(kind, k), view.channels, dtype=torch.int64)
-        plan.finish((x, scratch, extremes, out, index, rm, rv), numbers, aligned=aligned)
+        plan.finish((x, scratch, extremes, out, index, rm, rv), numbers)
     for kept_by_caller, moved in ((running_mean, rm), (running_var, rv)):
         if kept_by_caller is not None and kept_by_caller is not moved:
             kept_by_caller.copy_(moved)
@@ -335,7 +334,7 @@ def normalize(
     w = statistics if weight is None else weight
     b = statistics if bias is None else bias
     r = x if residual is None else residual
-    plan.launch((x, r, w, b, statistics, z, code, count), aligned=are_aligned(x, r, w, b))
+    plan.launch((x, r, w, b, statistics, z, code, count))
     return z, code, count
 
 
@@ -463,17 +462,14 @@ def gradient(
     plan = _gradient_plan(view, g.dtype, _affine(weight, bias), kind, k, relu, residual, lean, need_dresidual, linked)
     w = statistics if weight is None else weight
     b = statistics if bias is None else bias
-    aligned = are_aligned(g, saved, w, b, link)
     scratch, dweight, dbias = _empty(g, plan.scratch), _empty(g, view.channels), _empty(g, view.channels)
     dx = torch.empty_like(g)
     # Without a ReLU the residual's gradient is g itself: the caller hands that on.
     behind = torch.empty_like(g) if linked or (need_dresidual and relu) else dx
     extremes = statistics if index is None else index
-    plan.reduce((g, g if link is None else link, behind, saved, code, w, b, statistics, scratch), aligned=aligned)
-    plan.finish((scratch, count, w, b, statistics, dweight, dbias), (constant,), aligned=aligned)
-    plan.input_gradient(
-        (behind if linked else g, saved, code, statistics, scratch, extremes, dx, behind), aligned=aligned
-    )
+    plan.reduce((g, g if link is None else link, behind, saved, code, w, b, statistics, scratch))
+    plan.finish((scratch, count, w, b, statistics, dweight, dbias), (constant,))
+    plan.input_gradient((behind if linked else g, saved, code, statistics, scratch, extremes, dx, behind))
     if plan.scatter is not None:
-        plan.scatter((dx, extremes, scratch), aligned=aligned)
+        plan.scatter((dx, extremes, scratch))
     return dx, dweight, dbias, behind if need_dresidual and behind is not dx else None

@@ -13,6 +13,7 @@ ended. That hides the time that a launch takes, some microseconds, of which a la
 from __future__ import annotations
 
 import functools
+import operator
 from typing import Any
 
 import torch
@@ -33,11 +34,6 @@ def wait_for_previous(OVERLAP: tl.constexpr):
 def can_overlap(device: int) -> bool:
     """Whether a kernel's programs may be placed before the kernel before it has ended."""
     return device >= 0 and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-def are_aligned(*tensors: Tensor | None) -> bool:
-    """Whether all these tensors start at a multiple of 16 bytes. PyTorch's own allocations do."""
-    return all(t is None or t.data_ptr() % 16 == 0 for t in tensors)
 
 
 class Launch:
@@ -66,19 +62,24 @@ class Launch:
         self.overlaps = overlaps
         self._values = (*constants.values(), *([None] if overlaps else []))  # a compiled kernel does not look at them
 
-    def __call__(self, tensors: tuple[Tensor, ...], numbers: tuple[float, ...] = (), *, aligned: bool = True) -> None:
+    def __call__(self, tensors: tuple[Tensor, ...], numbers: tuple[float, ...] = ()) -> None:
         """Launch on the current stream of the first tensor's device; ``numbers`` come after the integers."""
         device = tensors[0].get_device()
-        found = self._compiled.get(device) if aligned else None
+        found = self._compiled.get(device)
         if found is not None:
-            run, function, metadata = found
-            stream = torch._C._cuda_getCurrentRawStream(device)
-            arguments = (*tensors, *self.integers, *numbers, *self._values)
-            run(*self.grid, 1, stream, function, metadata, None, None, None, *arguments)
-            return
+            # As integers: the launcher would ask the driver about each tensor's pointer.
+            pointers = [tensor.data_ptr() for tensor in tensors]
+            if not functools.reduce(operator.or_, pointers) & 15:
+                run, function, metadata = found
+                stream = torch._C._cuda_getCurrentRawStream(device)
+                run(
+                    *self.grid, 1, stream, function, metadata, None, None, None,
+                    *pointers, *self.integers, *numbers, *self._values,
+                )  # fmt: skip
+                return
         options = self.options
         if self.overlaps:
             options = {**options, "OVERLAP": can_overlap(device), "launch_pdl": can_overlap(device)}
         compiled = self.kernel[self.grid](*tensors, *self.integers, *numbers, **self.constants, **options)
-        if aligned and compiled is not None:  # the interpreter gives nothing back
+        if compiled is not None and not any(t.data_ptr() & 15 for t in tensors):  # the interpreter gives nothing back
             self._compiled[device] = (compiled.run, compiled.function, compiled.packed_metadata)

@@ -379,8 +379,7 @@ def forward(
     w = x if weight is None else weight
     b = x if bias is None else bias
     launch = _forward_launch(rows, cols, x.device, (*dtypes, l1, centered))
-    aligned = (x.data_ptr() | w.data_ptr() | b.data_ptr()) % 16 == 0
-    launch((x, w, b, y, stats), (eps, constant), aligned=aligned)
+    launch((x, w, b, y, stats), (eps, constant))
     return y, stats
 
 
@@ -462,10 +461,9 @@ def backward(
     plan = _backward_plan(rows, cols, x.device, kind, parameters)
     w = x if weight is None else weight
     part = torch.empty((2, plan.parts, cols), dtype=torch.float32, device=x.device)
-    aligned = (g.data_ptr() | x.data_ptr() | w.data_ptr()) % 16 == 0
-    plan.rows((g, x, w, stats, dx, part), (constant,), aligned=aligned)
+    plan.rows((g, x, w, stats, dx, part), (constant,))
     if plan.columns is not None:
-        plan.columns((g, x, stats, part), aligned=aligned)
+        plan.columns((g, x, stats, part))
     if plan.finish is not None and dweight is not None and dbias is not None:
         plan.finish((part, dweight, dbias))
     return dx, dweight, dbias

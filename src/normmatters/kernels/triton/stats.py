@@ -49,13 +49,17 @@ def tile_rows(tile, BLOCK_R: tl.constexpr):
 
 
 @triton.jit
-def load_tile(ptr, tile, col, rows, cols, BLOCK_R: tl.constexpr, EVEN: tl.constexpr):
-    """A tile, [BLOCK_R, ROWS, BLOCK_C]; zero outside, so that a tile behind the last one reads nothing."""
+def load_tile(ptr, tile, col, rows, cols, BLOCK_R: tl.constexpr, EVEN: tl.constexpr, KEEP: tl.constexpr):
+    """A tile, [BLOCK_R, ROWS, BLOCK_C]; zero outside, so that a tile behind the last one reads nothing.
+
+    KEEP says that the next kernel reads it again; other tiles leave the cache first.
+    """
     row = tile_rows(tile, BLOCK_R)
     mask = row < rows
     if not EVEN:
         mask = mask & (col < cols)[None, None, :]
-    return tl.load(ptr + row.to(tl.int64) * cols + col[None, None, :], mask=mask, other=0.0)
+    POLICY: tl.constexpr = "" if KEEP else "evict_first"
+    return tl.load(ptr + row.to(tl.int64) * cols + col[None, None, :], mask=mask, other=0.0, eviction_policy=POLICY)
 
 
 @triton.jit
@@ -168,12 +172,12 @@ def moments_kernel(
     if KIND == EXTREME or KIND == RANGE:
         second += float("-inf")
         third += float("inf")
-    ahead = load_tile(x_ptr, tiles - 1 - split, col, rows, cols, BLOCK_R, EVEN)
+    ahead = load_tile(x_ptr, tiles - 1 - split, col, rows, cols, BLOCK_R, EVEN, True)
     for it in range(split, tiles, splits):
         tile = tiles - 1 - it
         x = ahead.to(tl.float32)
         # The next tile is on its way while this one is summed.
-        ahead = load_tile(x_ptr, tl.where(tile >= splits, tile - splits, tiles), col, rows, cols, BLOCK_R, EVEN)
+        ahead = load_tile(x_ptr, tl.where(tile >= splits, tile - splits, tiles), col, rows, cols, BLOCK_R, EVEN, True)
         d = x - shift[None, None, :]
         if not EVEN:
             valid = (tile_rows(tile, BLOCK_R) < rows) & inside[None, None, :]
