@@ -77,7 +77,8 @@ class Stepper:
             self._warm += 1
             assert self._stream is not None
             self._stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._stream):
+            # One run at a time compiles kernels and tries out convolutions: the next finds them ready.
+            with exclusive, torch.cuda.stream(self._stream):
                 self._forward_backward(batch)
                 self._optimizer_step()
             torch.cuda.current_stream().wait_stream(self._stream)
