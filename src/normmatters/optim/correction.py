@@ -51,10 +51,15 @@ class StepSizeCorrection(OptimizerWrapper):
             the factor 1/(1−ηλ).
         exponent: power of the norms' ratio; `None` is 2 as in Eq. 5, and 1 for the Adam family.
 
-    >>> recording = Recording.load("weight_decay.safetensors")                             # doctest: +SKIP
-    >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)                                  # doctest: +SKIP
-    >>> invariant = scale_invariant_parameters(model, images)                              # doctest: +SKIP
-    >>> optimizer = StepSizeCorrection(sgd, recording, invariant, form="exact")            # doctest: +SKIP
+    >>> model, x = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), torch.randn(8, 3)
+    >>> invariant = scale_invariant_parameters(model, x)
+    >>> reference = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.01)
+    >>> recorder = NormRecorder(invariant, reference)
+    >>> for _ in range(3):
+    ...     model(x).square().mean().backward()
+    ...     reference.step()
+    >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)  # of another run, without weight decay
+    >>> optimizer = StepSizeCorrection(sgd, recorder.recording(), invariant, form="exact")
     """
 
     def __init__(

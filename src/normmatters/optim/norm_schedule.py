@@ -50,9 +50,16 @@ class NormSchedule(LRScheduler):
 
     To resume, build everything, then load model, optimizer and schedule: building rescales weights.
 
-    >>> optimizer = SGD(split_parameters(model, images), lr=0.1, momentum=0.9)                        # doctest: +SKIP
-    >>> invariant = scale_invariant_parameters(model, images)                                         # doctest: +SKIP
-    >>> schedule = NormSchedule(optimizer, lambda opt: MultiStepLR(opt, [20, 40, 60]), invariant)     # doctest: +SKIP
+    >>> model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    >>> invariant = scale_invariant_parameters(model, torch.randn(8, 3))
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> drop = lambda opt: torch.optim.lr_scheduler.MultiStepLR(opt, [1])  # lr ÷ 10 at step 1
+    >>> schedule = NormSchedule(optimizer, drop, invariant)
+    >>> before = channel_norms(model[0].weight)
+    >>> optimizer.step()
+    >>> schedule.step()
+    >>> torch.allclose(channel_norms(model[0].weight) / before, torch.tensor(10.0).sqrt())
+    True
     """
 
     def __init__(

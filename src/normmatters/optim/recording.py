@@ -40,8 +40,13 @@ class Recording:
         tested: whether the weights came from `scale_invariant_parameters`.
         metadata: the user's own strings, kept in the file.
 
-    >>> recording = recorder.recording()                             # doctest: +SKIP
-    >>> recording.norms["conv1.weight"].shape, recording.effective_step_size("conv1.weight").shape  # doctest: +SKIP
+    >>> layer = nn.Linear(3, 4)
+    >>> optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    >>> recorder = NormRecorder(layer, optimizer)
+    >>> optimizer.step()
+    >>> recording = recorder.recording()
+    >>> recording.norms["weight"].shape, recording.effective_step_size("weight").shape
+    (torch.Size([2, 4]), torch.Size([1, 4]))
     """
 
     norms: Mapping[str, Tensor]
