@@ -46,15 +46,11 @@ def channel_norms(w: Tensor, dim: int | None = 0, *, out: Tensor | None = None) 
     if dim is None:
         w, dim, reduced = w.unsqueeze(0), 0, tuple(range(1, w.ndim + 1))
     dtype = _work_dtype(w)
-    if out is None:
-        out = torch.empty(w.shape[dim], dtype=dtype, device=w.device)
-    if not reduced:  # a vector's channels are its elements; vector_norm takes no dimensions for all of them
-        out.copy_(w.abs())
-    elif out.device == w.device and out.dtype == dtype:
-        torch.linalg.vector_norm(w, dim=reduced, dtype=dtype, out=out)
-    else:
-        out.copy_(torch.linalg.vector_norm(w, dim=reduced, dtype=dtype))
-    return out
+    if out is not None and reduced and out.device == w.device and out.dtype == dtype:
+        return torch.linalg.vector_norm(w, dim=reduced, dtype=dtype, out=out)
+    # A vector's channels are its elements; vector_norm takes no dimensions for all of them.
+    norms = torch.linalg.vector_norm(w, dim=reduced, dtype=dtype) if reduced else w.abs().to(dtype)
+    return norms if out is None else out.copy_(norms)
 
 
 def shaped(row: Tensor, w: Tensor, dim: int | None) -> Tensor:

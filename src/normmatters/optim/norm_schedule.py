@@ -50,9 +50,9 @@ class NormSchedule(LRScheduler):
 
     To resume, build everything, then load model, optimizer and schedule: building rescales weights.
 
-    >>> model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-    >>> invariant = scale_invariant_parameters(model, torch.randn(8, 3))
-    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> model, x = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), torch.randn(8, 3)
+    >>> invariant = scale_invariant_parameters(model, x)
+    >>> optimizer = torch.optim.SGD(split_parameters(model, x), lr=0.1)
     >>> drop = lambda opt: torch.optim.lr_scheduler.MultiStepLR(opt, [1])  # lr ÷ 10 at step 1
     >>> schedule = NormSchedule(optimizer, drop, invariant)
     >>> before = channel_norms(model[0].weight)
