@@ -47,7 +47,8 @@ def channel_norms(w: Tensor, dim: int | None = 0, *, out: Tensor | None = None) 
         w, dim, reduced = w.unsqueeze(0), 0, tuple(range(1, w.ndim + 1))
     dtype = _work_dtype(w)
     if out is not None and reduced and out.device == w.device and out.dtype == dtype:
-        return torch.linalg.vector_norm(w, dim=reduced, dtype=dtype, out=out)
+        torch.linalg.vector_norm(w, dim=reduced, dtype=dtype, out=out)
+        return out
     # A vector's channels are its elements; vector_norm takes no dimensions for all of them.
     norms = torch.linalg.vector_norm(w, dim=reduced, dtype=dtype) if reduced else w.abs().to(dtype)
     return norms if out is None else out.copy_(norms)
