@@ -48,7 +48,8 @@ def _takes_tensors(value: Any) -> bool:
 def test_examples_run(name: str) -> None:
     module = _module(name)
     # At hand, beside what the module itself has: torch, nn, nm, and all public names.
-    names = {name: getattr(nm, name) for name in nm.__all__} | {"torch": torch, "nn": nn, "nm": nm} | vars(module)
+    names = {name: getattr(home, name) for home in (nm.optim, nm) for name in home.__all__}
+    names |= {"torch": torch, "nn": nn, "nm": nm} | vars(module)
     runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS, verbose=False)
     said: list[str] = []
     for case in doctest.DocTestFinder(exclude_empty=True).find(module, name, globs=names):
@@ -64,6 +65,7 @@ def test_a_public_name_is_documented(name: str, value: Any) -> None:
     text = value.__doc__ or ""  # not inspect.getdoc: a subclass's own, not what it inherits
     assert text, f"{name} has no docstring"
     assert ">>>" in text, f"the docstring of {name} has no example"
+    assert "+SKIP" not in text, f"an example of {name} is not run"
     if _takes_tensors(value):
         assert _SHAPE.search(text), f"the docstring of {name} says no shape, such as (N, C, ...)"
 

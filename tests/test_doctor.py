@@ -166,7 +166,7 @@ def test_it_prints_and_is_plain_data() -> None:
     assert data["recipe"]["weight_decay"] == 5e-4
     text = str(found)
     assert "1      BatchNorm2d  4×4×4×4" in text
-    assert "convert would replace 1 of 1 norms and fuse 1 with" in text
+    assert "convert would replace 1 of 2 norms and fuse 1 with" in text
     still = diagnose(model, weight_decay=0.0)
     assert "rad a step" not in str(still)
 

@@ -99,3 +99,14 @@ def test_angular_update_keeps_tiny_and_large_angles_in_float32() -> None:
     assert angular_update(before, -before)[0].item() == pytest.approx(math.pi)
     with pytest.raises(ValueError, match="one shape"):
         angular_update(before, after[:2])
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((3, 4), 0), ((3, 4), 1), ((3, 4), None), ((5,), 0)])
+def test_norms_of_a_parameter_have_gradients(shape: tuple[int, ...], dim: int | None) -> None:
+    w = torch.nn.Parameter(torch.randn(shape, dtype=torch.float64))
+    assert torch.autograd.gradcheck(lambda x: channel_norms(x, dim), (w,))
+    given = torch.empty_like(channel_norms(w.detach(), dim))
+    assert channel_norms(w.detach(), dim, out=given) is given
+    assert torch.equal(given, channel_norms(w.detach(), dim))
+    half = channel_norms(w.detach(), dim, out=given.half())
+    torch.testing.assert_close(half.double(), given, atol=0, rtol=1e-3)

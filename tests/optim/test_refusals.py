@@ -1,0 +1,224 @@
+"""What the optimizers and recordings refuse, in which words, and that nothing has changed by then."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from optim_nets import convnet, groups, train
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW
+
+from normmatters.optim import (
+    Angular,
+    AngularSGD,
+    NormRecorder,
+    NormSchedule,
+    Recording,
+    StepSizeCorrection,
+    WeightDecayFreeAdamW,
+    WeightDecayFreeSGD,
+    adamw_equilibrium_angle,
+    adamw_equilibrium_norm,
+    equilibrium_angle,
+    equilibrium_norm,
+    norm_trajectory,
+    steps_to_equilibrium,
+)
+from normmatters.optim._rows import resolve
+
+
+def weight(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.ones(shape))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        equilibrium_angle,
+        lambda lr, wd, mu=0.0: equilibrium_norm(torch.ones(1), lr, wd, mu),
+        adamw_equilibrium_angle,
+        lambda lr, wd: adamw_equilibrium_norm(3, lr, wd),
+        steps_to_equilibrium,
+    ],
+    ids=["angle", "norm", "adamw angle", "adamw norm", "steps"],
+)
+def test_numbers_out_of_range(function: Callable[..., object]) -> None:
+    with pytest.raises(ValueError, match="lr must be"):
+        function(-0.1, 5e-4)
+    with pytest.raises(ValueError, match="weight_decay must be"):
+        function(0.1, -5e-4)
+    with pytest.raises(ValueError, match="weight_decay must be"):
+        function(0.1, float("nan"))
+    with pytest.raises(TypeError, match="lr"):
+        function("0.1", 5e-4)
+
+
+def test_numbers_out_of_range_of_a_momentum() -> None:
+    with pytest.raises(ValueError, match="momentum"):
+        equilibrium_angle(0.1, 5e-4, 1.0)
+    with pytest.raises(ValueError, match="beta1"):
+        adamw_equilibrium_angle(1e-3, 0.1, 1.0)
+    with pytest.raises(ValueError, match="weight_decay"):
+        norm_trajectory([0.1], -1.0, 0.9, 1.0, 1.0)
+
+
+def test_a_tensor_stands_for_one_number() -> None:
+    assert AngularSGD([weight(2, 2)], lr=torch.tensor(0.1), weight_decay=5e-4).param_groups[0]["lr"] == 0.1
+    with pytest.raises(ValueError, match=r"tensor of one element, got shape \(2,\)"):
+        AngularSGD([weight(2, 2)], lr=torch.tensor([0.1, 0.2]), weight_decay=5e-4)
+
+
+@pytest.mark.parametrize(
+    ("group", "message"),
+    [
+        ({"angle": 0.1, "lr": 0.1}, "the angle replaces both"),
+        ({"angle": 0.1, "weight_decay": 0.1}, "the angle replaces both"),
+        ({"momentum": 1.0}, "momentum must be"),
+        ({"momentum": 0.0, "nesterov": True}, "nesterov=True needs momentum"),
+        ({"dim": 2}, "dim 2 is no dimension"),
+        ({"lr": -1.0, "angular": False}, "lr must be"),
+        ({"weight_decay": -1.0}, "weight_decay must be"),
+    ],
+)
+def test_angular_sgd_refuses_a_group_and_stays_as_it_was(group: dict[str, Any], message: str) -> None:
+    optimizer = AngularSGD([weight(2, 3)], lr=0.1, weight_decay=5e-4)
+    with pytest.raises(ValueError, match=message):
+        optimizer.add_param_group({"params": [weight(4, 3)], **group})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_angular_sgd_has_no_angle_for_complex_weights_and_single_numbers() -> None:
+    with pytest.raises(ValueError, match="is complex"):
+        AngularSGD([nn.Parameter(torch.ones(2, 2, dtype=torch.complex64))], angle=0.1)
+    with pytest.raises(ValueError, match="fewer than two numbers a neuron"):
+        AngularSGD([weight(4)], angle=0.1)
+
+
+def test_the_wrapper_refuses_a_group_and_stays_as_it_was() -> None:
+    optimizer = Angular(SGD([weight(2, 3)], lr=0.1, weight_decay=5e-4))
+    with pytest.raises(ValueError, match="needs weight_decay > 0"):
+        optimizer.add_param_group({"params": [weight(4, 3)], "weight_decay": 0.0})
+    with pytest.raises(ValueError, match="must not be 0"):
+        optimizer.add_param_group({"params": [weight(4, 3)], "lr": 0.0, "angle": 0.1})
+    assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group({"params": [weight(4, 3)]})
+    assert optimizer.param_groups[1]["angular"]
+    with pytest.raises(ValueError, match="known for SGD and AdamW, not for Adagrad"):
+        Angular(torch.optim.Adagrad([weight(2, 3)], weight_decay=0.1))
+
+
+@pytest.mark.parametrize("kind", [WeightDecayFreeSGD, WeightDecayFreeAdamW])
+def test_weight_decay_free_refuses_a_group_and_stays_as_it_was(kind: Any) -> None:
+    optimizer = kind([weight(2, 3)], lr=0.1, weight_decay=0.1)
+    wrong: list[dict[str, Any]] = [{"lr": -1.0}, {"weight_decay": -1.0}]
+    wrong += [{"betas": (0.9,)}, {"betas": (0.9, 1.0)}, {"eps": -1.0}] if kind is WeightDecayFreeAdamW else []
+    wrong += [{"momentum": 1.0}] if kind is WeightDecayFreeSGD else [{"lr": 10.0}]  # η·λ = 1 takes all away
+    for change in wrong:
+        with pytest.raises(ValueError, match=next(iter(change))):
+            optimizer.add_param_group({"params": [weight(4, 3)], **change})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_a_closure_is_evaluated_with_gradients_and_its_loss_returned() -> None:
+    w = nn.Parameter(torch.tensor([[1.0, 0.0]]))
+    optimizer = WeightDecayFreeAdamW([w], lr=0.1, weight_decay=0.1, check_invariance=False)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = w[0, 1] - w[0, 0] * 0
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure) == 0.0  # type: ignore[arg-type]
+    assert w[0, 1] < 0
+
+
+def recording(**changes: Any) -> Recording:
+    """One weight of two channels over two steps."""
+    values: dict[str, Any] = {
+        "norms": {"w": torch.ones(3, 2)},
+        "steps": torch.arange(3),
+        "lr": torch.full((2, 1), 0.1),
+        "weight_decay": torch.full((2, 1), 5e-4),
+        "groups": {"w": 0},
+        "shapes": {"w": (2, 4)},
+        "dims": {"w": 0},
+    }
+    return Recording(**(values | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lr": torch.full((3, 1), 0.1)}, r"3 rows need lr and weight_decay of \[2, groups\]"),
+        ({"weight_decay": torch.full((2,), 0.1)}, r"3 rows need lr and weight_decay of \[2, groups\]"),
+        ({"shapes": {}}, "and not its shape and dim"),
+        ({"dims": {}}, "and not its shape and dim"),
+        ({"norms": {"w": torch.ones(3, 3)}}, r"must be \[3, 2\], got \[3, 3\]"),
+        ({"norms": {"w": torch.ones(2, 2)}}, r"must be \[3, 2\], got \[2, 2\]"),
+        ({"angles": {"v": torch.ones(2, 2)}}, r"angles of 'w' must be \[2, 2\]"),
+        ({"angles": {"w": torch.ones(3, 2)}}, r"angles of 'w' must be \[2, 2\]"),
+        ({"groups": {}}, "has no learning rate: its group is None"),
+        ({"groups": {"w": 1}}, "has no learning rate: its group is 1"),
+    ],
+)
+def test_a_recording_whose_tables_do_not_fit(changes: dict[str, Any], message: str) -> None:
+    recording()
+    recording(angles={"w": torch.ones(2, 2)})
+    with pytest.raises(ValueError, match=message):
+        recording(**changes)
+
+
+def test_a_recording_without_steps_corrects_and_schedules_nothing() -> None:
+    empty = recording(
+        norms={"w": torch.ones(1, 2)}, steps=torch.arange(1), lr=torch.ones(0, 1), weight_decay=torch.ones(0, 1)
+    )
+    w = weight(2, 4)
+    optimizer = SGD([("w", w)], lr=0.1)
+    for use in (StepSizeCorrection, NormSchedule):
+        with pytest.raises(ValueError, match="the recording is empty"):
+            use(optimizer, empty, {"w": w}, form="exact")  # type: ignore[operator]
+    assert torch.equal(w, torch.ones(2, 4))
+
+
+def test_an_epoch_whose_end_was_not_recorded() -> None:
+    with pytest.raises(ValueError, match="has no epochs"):
+        recording().rows_by_step("paper")
+    with pytest.raises(ValueError, match="end of an epoch, step 5"):
+        recording(epoch_ends=(2, 5)).rows_by_step("paper")
+
+
+def test_a_recorders_state_of_other_parameter_groups() -> None:
+    model = convnet()
+    recorder = NormRecorder(model, SGD(groups(model, 5e-4), lr=0.1))
+    other = convnet()
+    one_group = NormRecorder(other, SGD(list(other.named_parameters()), lr=0.1))
+    before = copy.deepcopy(recorder.state_dict())
+    with pytest.raises(ValueError, match="1 parameter groups, here are 2"):
+        recorder.load_state_dict(one_group.state_dict())
+    after = recorder.state_dict()
+    assert after.keys() == before.keys()
+    assert torch.equal(after["settings"], before["settings"])
+
+
+def test_names_and_weights_must_be_there_once() -> None:
+    w = weight(2, 2)
+    with pytest.raises(ValueError, match="'w' appears twice"):
+        resolve([("module.w", w), ("w", w)])
+    with pytest.raises(ValueError, match="no weights to work on"):
+        resolve(nn.BatchNorm1d(3))
+    with pytest.raises(TypeError, match="pairs"):
+        resolve([("w", 3)])  # type: ignore[list-item]
+
+
+def test_parameters_without_a_gradient_are_left_alone() -> None:
+    model = convnet(torch.float32)
+    idle = weight(2, 3)
+    named = dict(model.named_parameters())
+    optimizer = Angular(AdamW([{"params": [named["0.weight"]]}, {"params": [idle]}], lr=1e-3, weight_decay=0.1))
+    train(model, optimizer, range(2))  # type: ignore[arg-type]
+    assert torch.equal(idle, torch.ones(2, 3))
