@@ -226,7 +226,7 @@ def test_saved_bytes_of_a_real_network(with_residual, bits, most):
     kept = total = 0
     for channels, pixels, count in RESNET50:
         mine, size = kept_by_layer(channels, pixels, with_residual)
-        assert bits * size <= mine <= (most + 0.001) * size, (channels, pixels)
+        assert bits * size <= mine <= (most + 0.002) * size, (channels, pixels)
         kept, total = kept + count * mine, total + count * size
     assert kept <= most * total
 

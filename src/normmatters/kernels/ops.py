@@ -92,12 +92,16 @@ def _apply(
     lean: bool,
     save: bool,
     linked: bool,
+    *,
+    early: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The output, the codes and counts that the backward pass needs (empty unless ``save``), and the link if wanted."""
     x = _dense(x)
     if residual is not None:
         residual = residual.contiguous(memory_format=memory_format(x))
-    z, code, count = kernels.normalize(x, weight, bias, residual, statistics, kind, relu=relu, lean=lean, save=save)
+    z, code, count = kernels.normalize(
+        x, weight, bias, residual, statistics, kind, relu=relu, lean=lean, save=save, early=early
+    )
     return z, code, count, _link(z, linked)
 
 
@@ -229,12 +233,14 @@ class _BatchNorm(torch.autograd.Function):
         options: tuple[Any, ...],
     ) -> Tensor | tuple[Tensor, Tensor]:
         x = _dense(x)
+        added = residual
+        if residual is not None:  # before the statistics, so that nothing is launched between them and what follows
+            added = residual.contiguous(memory_format=memory_format(x))
         statistics, index = kernels.statistics(x, *running)
-        inputs = (x, weight, bias, residual, link, statistics, index, *options)
-        output = _apply(*inputs)
+        output = _apply(x, weight, bias, added, link, statistics, index, *options, early=True)
         *_, save, linked = options
         if save:
-            _save(ctx, inputs, output)
+            _save(ctx, (x, weight, bias, residual, link, statistics, index, *options), output)
         return (output[0], output[3]) if linked else output[0]
 
     @staticmethod

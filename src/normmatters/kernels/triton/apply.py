@@ -68,12 +68,15 @@ def normalize_kernel(
     RELU: tl.constexpr,
     CODE_BITS: tl.constexpr,
     COUNT: tl.constexpr,
+    EARLY: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    wait_for_previous(OVERLAP)
+    """z and its codes. EARLY: the kernel before is the one that made the statistics, and has waited for all else."""
+    if not EARLY:
+        wait_for_previous(OVERLAP)
     pid = tl.program_id(0)
     split = tl.program_id(1)
     splits = tl.num_programs(1)
@@ -82,15 +85,16 @@ def normalize_kernel(
     channel = col
     if CONTIGUOUS:
         channel = col // spatial
-    mean = tl.load(stats_ptr + channel, mask=inside, other=0.0)
-    inverse = tl.load(stats_ptr + channels + channel, mask=inside, other=0.0)
     gamma, beta = load_affine(weight_ptr, bias_ptr, channel, inside, HAS_WEIGHT, HAS_BIAS)
-    slope = (gamma * inverse)[None, None, :]
-    count = tl.zeros((BLOCK_R, BLOCK_C), tl.int32)
-
     ahead = load_tile(x_ptr, split, col, rows, cols, BLOCK_R, EVEN, False)
     if HAS_RESIDUAL:
         residual_ahead = load_tile(residual_ptr, split, col, rows, cols, BLOCK_R, EVEN, False)
+    if EARLY:
+        wait_for_previous(OVERLAP)
+    mean = tl.load(stats_ptr + channel, mask=inside, other=0.0)
+    inverse = tl.load(stats_ptr + channels + channel, mask=inside, other=0.0)
+    slope = (gamma * inverse)[None, None, :]
+    count = tl.zeros((BLOCK_R, BLOCK_C), tl.int32)
     for it in range(split, tiles, splits):
         row = tile_rows(it, BLOCK_R)
         mask = row < rows
@@ -325,18 +329,21 @@ def gradient_kernel(
     OVERLAP: tl.constexpr,
 ):
     """dγ, dβ and the coefficients of dx = A·g + B·t + E: coefficient[0..2]; [3] is what each extreme element gets."""
-    wait_for_previous(OVERLAP)
     coefficient_ptr = scratch_ptr
     part_ptr = scratch_ptr + 4 * channels
     channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     mask = channel < channels
+    # What the forward pass left is there: the kernel before, which is ours, has waited for it.
+    inverse = tl.load(stats_ptr + channels + channel, mask=mask, other=1.0)
+    ratio = tl.load(stats_ptr + 2 * channels + channel, mask=mask, other=0.0)
+    gamma, beta = load_affine(weight_ptr, bias_ptr, channel, mask, HAS_WEIGHT, HAS_BIAS)
+    if KIND == L1:
+        count, _, _ = add_entries(count_ptr, 0, channel, mask, splits, entries, per_channel, 1, BLOCK_E, BLOCK_C)
+    wait_for_previous(OVERLAP)
     PLANES: tl.constexpr = 1 if KIND == MEAN else 2
     first, second, _ = add_entries(
         part_ptr, splits * entries, channel, mask, splits, entries, per_channel, PLANES, BLOCK_E, BLOCK_C
     )
-    inverse = tl.load(stats_ptr + channels + channel, mask=mask, other=1.0)
-    ratio = tl.load(stats_ptr + 2 * channels + channel, mask=mask, other=0.0)
-    gamma, beta = load_affine(weight_ptr, bias_ptr, channel, mask, HAS_WEIGHT, HAS_BIAS)
     if SOURCE == FROM_INPUT:
         dweight = second * inverse
     elif SOURCE == FROM_OUTPUT:
@@ -354,7 +361,6 @@ def gradient_kernel(
     each = pull * 0.0
     if KIND == L1:
         # sign = 2·[x ≥ μ] − 1, and its mean is taken off: only the bit and its mean remain.
-        count, _, _ = add_entries(count_ptr, 0, channel, mask, splits, entries, per_channel, 1, BLOCK_E, BLOCK_C)
         tilt = -2.0 * constant * ratio * pull
         even -= tilt * count / n
     elif KIND == L2:
@@ -394,7 +400,6 @@ def input_gradient_kernel(
     OVERLAP: tl.constexpr,
 ):
     """dx = A·g + B·t + E, and the residual's gradient: the masked g."""
-    wait_for_previous(OVERLAP)
     pid = tl.program_id(0)
     split = tl.program_id(1)
     splits = tl.num_programs(1)
@@ -403,6 +408,13 @@ def input_gradient_kernel(
     channel = col
     if CONTIGUOUS:
         channel = col // spatial
+    # The gradient and the codes are there: the kernel before, which is ours, has waited for them.
+    g_ahead = load_tile(g_ptr, split, col, rows, cols, BLOCK_R, EVEN, False)
+    if CODE_BITS > 0:
+        words_ahead = load_words(code_ptr, split, col, rows, cols, BLOCK_R, EVEN)
+    if KIND == L2:
+        x_ahead = load_tile(saved_ptr, split, col, rows, cols, BLOCK_R, EVEN, False)
+    wait_for_previous(OVERLAP)
     slope = tl.load(coefficient_ptr + channel, mask=inside, other=0.0)[None, None, :]
     tilt = tl.load(coefficient_ptr + channels + channel, mask=inside, other=0.0)
     even = tl.load(coefficient_ptr + 2 * channels + channel, mask=inside, other=0.0)
@@ -417,11 +429,6 @@ def input_gradient_kernel(
     if KIND == L2:
         mean = tl.load(stats_ptr + channel, mask=inside, other=0.0)[None, None, :]
 
-    g_ahead = load_tile(g_ptr, split, col, rows, cols, BLOCK_R, EVEN, False)
-    if CODE_BITS > 0:
-        words_ahead = load_words(code_ptr, split, col, rows, cols, BLOCK_R, EVEN)
-    if KIND == L2:
-        x_ahead = load_tile(saved_ptr, split, col, rows, cols, BLOCK_R, EVEN, False)
     for it in range(split, tiles, splits):
         row = tile_rows(it, BLOCK_R)
         offset = row.to(tl.int64) * cols + col[None, None, :]

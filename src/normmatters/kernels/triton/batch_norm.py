@@ -185,6 +185,7 @@ def _statistics_plan(
                 "HAS_RUNNING": running is not None,
                 "PILOT_IS_SAMPLE": samples < view.n,
                 "PILOT_SPLITS": pilot_splits,
+                "BLOCK_S": next_power_of_2(min(view.n, BEND_SAMPLES)),
                 "BLOCK_E": block_e,
                 "BLOCK_C": block_c,
             },
@@ -219,8 +220,8 @@ def _pilot(view: View) -> tuple[Launch, int, int]:
         count = samples
         block_j = min(64, next_power_of_2(view.cols))
         blocks, work = -(-view.cols // block_j), samples
-    # Tall tiles: a program waits for memory a few times only.
-    block_i = min(4096 // block_j, next_power_of_2(work))
+    # Tall tiles: a program waits for memory once or twice only.
+    block_i = min(16384 // block_j, next_power_of_2(work))
     splits = 1 << max(0, min(16, -(-work // block_i)).bit_length() - 1)
     launch = _launch(
         stats.pilot_kernel,
@@ -284,7 +285,15 @@ class NormalizePlan(NamedTuple):
 
 @functools.cache
 def _normalize_plan(
-    view: View, dtype: torch.dtype, affine: Affine, residual: bool, kind: str, relu: bool, lean: bool, save: bool
+    view: View,
+    dtype: torch.dtype,
+    affine: Affine,
+    residual: bool,
+    kind: str,
+    relu: bool,
+    lean: bool,
+    save: bool,
+    early: bool,
 ) -> NormalizePlan:
     tiling = tiling_of(view, dtype.itemsize)
     bits = code_bits(kind, relu=relu, residual=residual, lean=lean) if save else 0
@@ -301,6 +310,7 @@ def _normalize_plan(
             "RELU": relu,
             "CODE_BITS": bits,
             "COUNT": kind == "l1" and save,
+            "EARLY": early,
             "GROUP": tiling.group,
             "BLOCK_R": tiling.block_r,
             "BLOCK_C": tiling.block_c,
@@ -324,9 +334,15 @@ def normalize(
     relu: bool,
     lean: bool,
     save: bool,
+    early: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The output, its codes, and how many elements lie above the mean (L1); the last two empty unless ``save``."""
-    plan = _normalize_plan(view_of(x), x.dtype, _affine(weight, bias), residual is not None, kind, relu, lean, save)
+    """The output, its codes, and how many elements lie above the mean (L1); the last two empty unless ``save``.
+
+    ``early`` says that :func:`statistics` of this very ``x`` was the last thing launched: then the other tensors can be
+    read before it has ended.
+    """
+    has_residual = residual is not None
+    plan = _normalize_plan(view_of(x), x.dtype, _affine(weight, bias), has_residual, kind, relu, lean, save, early)
     z = torch.empty_like(x)
     saved = plan.saved
     code = _empty(x, *saved.code, dtype=saved.code_dtype)

@@ -147,7 +147,9 @@ def moments_kernel(
     OVERLAP: tl.constexpr,
 ):
     """Partial sums [stat, split, entry] behind the pilot's; for L∞, Top(k) and range also extremes [2, slot, entry]."""
-    wait_for_previous(OVERLAP)
+    PILOT: tl.constexpr = KIND == L1 or KIND == L2
+    if not PILOT:
+        wait_for_previous(OVERLAP)
     part_ptr = scratch_ptr + PILOT_SPLITS * channels
     pid = tl.program_id(0)
     split = tl.program_id(1)
@@ -160,7 +162,14 @@ def moments_kernel(
     channel = col
     if CONTIGUOUS:
         channel = col // spatial
-    if KIND == L1 or KIND == L2:
+    # Two tiles are on their way while one is summed. The input is there: the pilot has waited for it.
+    last = tiles - 1 - split
+    ahead = load_tile(x_ptr, last, col, rows, cols, BLOCK_R, EVEN, True)
+    second_ahead = load_tile(
+        x_ptr, tl.where(last >= splits, last - splits, tiles), col, rows, cols, BLOCK_R, EVEN, True
+    )
+    if PILOT:
+        wait_for_previous(OVERLAP)
         shift = pilot_mean(scratch_ptr, channel, inside, channels, pilot_count, PILOT_SPLITS)
     else:
         # Any value of the channel keeps a large common offset out of the sum.
@@ -172,12 +181,12 @@ def moments_kernel(
     if KIND == EXTREME or KIND == RANGE:
         second += float("-inf")
         third += float("inf")
-    ahead = load_tile(x_ptr, tiles - 1 - split, col, rows, cols, BLOCK_R, EVEN, True)
     for it in range(split, tiles, splits):
         tile = tiles - 1 - it
         x = ahead.to(tl.float32)
-        # The next tile is on its way while this one is summed.
-        ahead = load_tile(x_ptr, tl.where(tile >= splits, tile - splits, tiles), col, rows, cols, BLOCK_R, EVEN, True)
+        ahead = second_ahead
+        following = tl.where(tile >= 2 * splits, tile - 2 * splits, tiles)
+        second_ahead = load_tile(x_ptr, following, col, rows, cols, BLOCK_R, EVEN, True)
         d = x - shift[None, None, :]
         if not EVEN:
             valid = (tile_rows(tile, BLOCK_R) < rows) & inside[None, None, :]
@@ -302,19 +311,22 @@ def deviation_about(x_ptr, mean, channel, mask, spatial, cols, n, BLOCK_E: tl.co
 
 
 @triton.jit
-def bend(x_ptr, pilot, mean, channel, mask, spatial, cols, n, samples, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr):
+def load_sample(x_ptr, channel, mask, spatial, cols, n, samples, BLOCK_S: tl.constexpr):
+    """Elements of each channel, one anywhere in each of ``samples`` strata, [BLOCK_S, BLOCK_C]; and which are some."""
+    e = tl.arange(0, BLOCK_S)
+    place = e.to(tl.int64) * n // samples + (e * 40503 >> 4) % (n // samples)
+    offset = (place // spatial * cols + place % spatial)[:, None] + (channel * spatial)[None, :]
+    valid = (e < samples)[:, None] & mask[None, :]
+    return tl.load(x_ptr + offset, mask=valid, other=0.0), valid
+
+
+@triton.jit
+def bend(x, valid, pilot, mean, samples):
     """Mean of |x−μ| − |x−m| + (μ−m)·sign(x−m) over a sample: not 0 only between m and μ, and at most 2|μ−m| there."""
-    total = tl.zeros((BLOCK_E, BLOCK_C), tl.float32)
     step = mean - pilot
-    for e0 in range(0, samples, BLOCK_E):
-        e = e0 + tl.arange(0, BLOCK_E)
-        place = e.to(tl.int64) * n // samples + (e * 40503 >> 4) % (n // samples)
-        offset = (place // spatial * cols + place % spatial)[:, None] + (channel * spatial)[None, :]
-        m = (e < samples)[:, None] & mask[None, :]
-        x = tl.load(x_ptr + offset, mask=m, other=0.0).to(tl.float32)
-        side = tl.where(x >= pilot[None, :], step[None, :], -step[None, :])
-        total += tl.where(m, tl.abs(x - mean[None, :]) - tl.abs(x - pilot[None, :]) + side, 0.0)
-    return tl.sum(total, axis=0) / samples
+    side = tl.where(x >= pilot[None, :], step[None, :], -step[None, :])
+    total = tl.abs(x - mean[None, :]) - tl.abs(x - pilot[None, :]) + side
+    return tl.sum(tl.where(valid, total, 0.0), axis=0) / samples
 
 
 @triton.jit
@@ -342,15 +354,19 @@ def finalize_kernel(
     HAS_RUNNING: tl.constexpr,
     PILOT_IS_SAMPLE: tl.constexpr,
     PILOT_SPLITS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_C: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Partial sums -> μ, 1/D, s/D and the running statistics (L1, L2, mean-only)."""
-    wait_for_previous(OVERLAP)
     part_ptr = scratch_ptr + PILOT_SPLITS * channels
     channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     mask = channel < channels
+    BEND: tl.constexpr = KIND == L1 and PILOT_IS_SAMPLE
+    if BEND:  # on its way while the sums are still being made; the kernels before have waited for the input
+        sample, valid = load_sample(x_ptr, channel, mask, spatial, cols, n, bend_samples, BLOCK_S)
+    wait_for_previous(OVERLAP)
     PLANES: tl.constexpr = 3 if KIND == L1 else (2 if KIND == L2 else 1)
     first, second, third = add_entries(
         part_ptr, splits * entries, channel, mask, splits, entries, per_channel, PLANES, BLOCK_E, BLOCK_C
@@ -364,8 +380,8 @@ def finalize_kernel(
     scale = mean
     if KIND == L1:
         deviation = (second - delta * (2.0 * third - n)) / n
-        if PILOT_IS_SAMPLE:
-            deviation += bend(x_ptr, shift, mean, channel, mask, spatial, cols, n, bend_samples, BLOCK_E, BLOCK_C)
+        if BEND:
+            deviation += bend(sample.to(tl.float32), valid, shift, mean, bend_samples)
             missed = mask & ~(tl.abs(delta) <= deviation * PILOT_TOLERANCE) & (second > 0)
             if tl.max(missed.to(tl.int32), axis=0) > 0:
                 exact = deviation_about(x_ptr, mean, channel, mask, spatial, cols, n, BLOCK_E, BLOCK_C) / n
