@@ -35,8 +35,6 @@ def _row(variant: str, fwd: float, bwd: float, ratio: float, **more: Any) -> dic
         "tensor_bytes": 102_760_448,
         "fwd_ms": fwd,
         "bwd_ms": bwd,
-        "fwd_passes": 4.7,
-        "bwd_passes": 6.6,
         "saved_share": 1.0,
         "peak_bytes": None,
         "ratio": ratio,
@@ -47,7 +45,7 @@ def _row(variant: str, fwd: float, bwd: float, ratio: float, **more: Any) -> dic
 @pytest.fixture
 def results(tmp_path: Path) -> Path:
     wrong = {**_row("l1", 0, 0, 0), "status": "WRONG", "note": "dx is off | by 3"}
-    for key in ("fwd_ms", "bwd_ms", "fwd_passes", "bwd_passes", "saved_share", "ratio"):
+    for key in ("fwd_ms", "bwd_ms", "saved_share", "ratio"):
         del wrong[key]
     rows = [
         _row("native", 0.2, 0.3, 1.0),
@@ -55,7 +53,7 @@ def results(tmp_path: Path) -> Path:
         _row("l1_lean", 0.1, 0.15, 0.5, dtype="bf16"),
         wrong,
     ]
-    data = {"bench": "layers", "environment": ENVIRONMENT, "copy_bandwidth": 4.2e12, "rows": rows}
+    data = {"bench": "layers", "environment": ENVIRONMENT, "memory_bandwidth": 4.2e12, "rows": rows}
     (tmp_path / "layers.json").write_text(json.dumps(data))
     return tmp_path
 
@@ -67,12 +65,36 @@ def test_markdown_shows_numbers_and_for_a_wrong_row_the_reason_alone(results: Pa
         "| faster than native | kept ÷ x |"  # no column that is empty in every row
     )
     assert lines[1] == "|---|---|---|---|---|--:|--:|--:|--:|--:|--:|"
-    assert lines[3] == "| fp16 | cl | relu | 256x64x56x56 | l1_lean | 0.100 | 0.150 | 4.7 | 6.6 | 2.00× | 0.12 |"
+    assert lines[3] == "| fp16 | cl | relu | 256x64x56x56 | l1_lean | 0.100 | 0.150 | 4.1 | 6.1 | 2.00× | 0.12 |"
     assert lines[5] == "| fp16 | cl | relu | 256x64x56x56 | l1 | WRONG: dx is off \\| by 3 |  |  |  |  |  |"
     assert lines[-1] == (
-        "<sub>Some GPU, torch 2.11.0, triton 3.6.0, copy 4.20 TB/s, commit abc, 2026-01-02. "
+        "<sub>Some GPU, torch 2.11.0, triton 3.6.0, memory 4.20 TB/s, commit abc, 2026-01-02. "
         "Each row was checked against float64 first.</sub>"
     )
+
+
+def test_passes_follow_from_the_times_and_the_files_own_bandwidth(results: Path) -> None:
+    data = json.loads((results / "layers.json").read_text())
+    data["rows"][1] |= {"fwd_passes": 99.0, "bwd_passes": 99.0}
+    assert "99" not in report.markdown(data)
+    data["memory_bandwidth"] *= 2
+    assert "| 0.100 | 0.150 | 8.2 | 12.3 |" in report.markdown(data)
+    del data["memory_bandwidth"]  # a file from before bandwidth was measured as it is now
+    assert "passes" not in report.markdown(data)
+    with pytest.raises(ValueError, match="nothing of the memory's bandwidth"):
+        roofline.draw(data, results / "none.svg")
+
+
+def test_rows_that_a_run_did_not_reach_are_no_error(results: Path) -> None:
+    data = json.loads((results / "layers.json").read_text())
+    assert report.markdown(data, ["l2"]).startswith("No rows of it were measured.\n")
+    assert report.markdown(data, ["l2", "l1_lean", "fp16"]).count("| l1_lean |") == 1
+    data["rows"] = data["rows"][3:]  # nothing but a failure
+    assert "| l1 | WRONG: dx is off" in report.markdown(data)
+    data["rows"] = [{"variant": "layers", "ours": True, "status": "failed", "note": "MemoryError: full"}]
+    assert "| layers | failed: MemoryError: full |" in report.markdown(data)
+    data["rows"] = []
+    assert report.markdown(data).endswith("first.</sub>")
 
 
 def test_filling_a_file_keeps_the_rest_and_changes_nothing_the_second_time(results: Path) -> None:

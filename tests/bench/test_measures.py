@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -19,14 +20,27 @@ CPU = torch.device("cpu")
 
 def test_a_copy_is_two_passes() -> None:
     size, seconds = 2**30, 0.5e-3
-    bandwidth = 2 * size / seconds  # as copy_bandwidth counts: each byte is read and written
+    bandwidth = 2 * size / seconds  # as memory_bandwidth counts: each byte is read and written
     assert harness.passes(seconds * 1e3, bandwidth, size) == 2
     assert harness.passes(seconds * 1e3, bandwidth, size // 4) == 8
 
 
-def test_copy_bandwidth_counts_bytes_read_and_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_bandwidth_counts_bytes_read_and_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "time_calls", lambda calls, device: timing.Timing(2.0, 3.0, "clock"))
-    assert timing.copy_bandwidth(CPU, 1000) == 2 * 1000 / 2e-3
+    assert timing.memory_bandwidth(CPU, 1000) == 2 * 1000 / 2e-3
+
+
+def test_bandwidth_is_that_of_a_kernel_not_of_the_drivers_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    def once(calls: Any, device: torch.device) -> timing.Timing:
+        calls[0]()
+        return timing.Timing(1.0, 1.0, "clock")
+
+    monkeypatch.setattr(timing, "time_calls", once)
+    monkeypatch.setattr(torch, "neg", lambda source, out: done.append(f"{source.dtype} {source.numel()}"))
+    timing.memory_bandwidth(CPU, 4096)
+    assert done == ["torch.float32 1024"]
 
 
 def test_the_median_is_of_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,10 +105,42 @@ def test_lean_codes_pass_where_lean_and_fail_where_exact(residual: bool) -> None
         check.check_batch_norm(module, module.norm, data, reference, lean=False)
     module.norm.reset_running_stats()
     if residual:
-        assert 0.3 < check.check_batch_norm(module, module.norm, data, reference, lean=True) < 0.7
+        assert 0.1 < check.check_batch_norm(module, module.norm, data, reference, lean=True) < 0.7
     else:
         with pytest.raises(harness.Wrong):
             check.check_batch_norm(module, module.norm, data, reference, lean=True)
+
+
+def test_lean_codes_may_be_off_by_what_they_clip_where_few_elements_are_open() -> None:
+    """A channel far below zero keeps its large x̂ open and little else: their codes' errors are most of dγ's."""
+    torch.manual_seed(0)
+    data = check.BatchNormData.random((16, 4, 8, 8), torch.float16, CPU, last=True, residual=True)
+    data.bias.fill_(-2.0)
+    reference = check.BatchNormReference.of(data, "l1")
+    open_g = (reference.g * (reference.before_relu > 0)).double()
+    x_hat = (data.x.detach().double() - reference.mean.view(-1, 1, 1)) / (
+        math.sqrt(math.pi / 2)
+        * (data.x.detach().double() - reference.mean.view(-1, 1, 1)).abs().mean((0, 2, 3), keepdim=True)
+    )
+    codes = (0.4 * ((x_hat / 0.4).floor() + 0.5)).clamp(-2.6, 2.6)
+    spread = (open_g * (x_hat - codes)).square().sum((0, 2, 3)).sqrt()
+    assert (spread > 0.3 * open_g.square().sum((0, 2, 3)).sqrt()).all()  # far from a step's 0.4/√12
+    module = peers.NaiveL1BatchNormReLU(4)
+    with torch.no_grad():
+        module.norm.weight.copy_(data.weight)
+        module.norm.bias.copy_(data.bias)
+    exact = reference.dweight
+    reference.dweight = exact + 5 * spread
+    assert 0.8 < check.check_batch_norm(module, module.norm, data, reference, lean=True) < 0.85
+    for shift in (7 * spread, -7 * spread):
+        module.norm.reset_running_stats()
+        reference.dweight = exact + shift
+        with pytest.raises(harness.Wrong, match=r"dweight is off by 1\.1"):
+            check.check_batch_norm(module, module.norm, data, reference, lean=True)
+    module.norm.reset_running_stats()
+    reference.dweight, reference.dbias = exact, reference.dbias + spread  # no code is in dβ
+    with pytest.raises(harness.Wrong, match="dbias is off"):
+        check.check_batch_norm(module, module.norm, data, reference, lean=True)
 
 
 def test_a_result_that_is_not_a_number_is_wrong() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,14 +66,22 @@ def run(
     bad: list[Row] = []
     for name, (_, rows) in benches.items():
         count = warmup.default_jobs(name, setup) if jobs is None else jobs
-        if count and name in warmup.PROCESSES and share is None:
-            print(f"\n{name}: compiled in {warmup.warm_up(name, setup, count):.0f} s by {count} processes", flush=True)
+        setup.warm_up = partial(_warm_up, name, setup, count if name in warmup.PROCESSES and share is None else 0)
+        if name not in warmup.LATER:
+            setup.warm_up()
         bad += harness.failed(_run_one(name, rows, setup, out, picture))
     if bad:
         print(f"\n{len(bad)} rows are wrong or failed:")
         for row in bad:
             print(f"  {row['variant']}: {row['status']}: {row['note']}")
     return 1 if bad else 0
+
+
+def _warm_up(name: str, setup: Setup, jobs: int) -> None:
+    from normmatters.bench import warmup
+
+    if jobs:
+        print(f"\n{name}: compiled in {warmup.warm_up(name, setup, jobs):.0f} s by {jobs} processes", flush=True)
 
 
 def _run_one(
@@ -86,18 +95,18 @@ def _run_one(
 
     if name == "cpu":
         setup = dataclasses.replace(setup, device=torch.device("cpu"))
-    bandwidth = setup.copy_bandwidth if setup.share is None else 1.0  # a share measures nothing
+    bandwidth = setup.memory_bandwidth if setup.share is None else 1.0  # a share measures nothing
     env = setup.environment
-    print(f"\n{name}: {env['device']}, torch {env['torch']}, copy {bandwidth / 1e12:.3f} TB/s", flush=True)
+    print(f"\n{name}: {env['device']}, torch {env['torch']}, memory {bandwidth / 1e12:.3f} TB/s", flush=True)
     print(report.text_header(name), flush=True)
     found: list[Row] = []
     for row in _surviving(name, rows(setup)):
         found.append(row)
-        print(report.text_row(name, row), flush=True)
+        print(report.text_row(name, report.with_passes(row, bandwidth)), flush=True)
         if out is not None:
-            harness.write_json(out / f"{name}.json", name, setup, found, {"copy_bandwidth": bandwidth})
+            harness.write_json(out / f"{name}.json", name, setup, found, {"memory_bandwidth": bandwidth})
     if name == "layers" and found and out is not None:
-        _draw({"rows": found, "environment": env, "copy_bandwidth": bandwidth}, picture or out / "roofline.svg")
+        _draw({"rows": found, "environment": env, "memory_bandwidth": bandwidth}, picture or out / "roofline.svg")
     return found
 
 
@@ -117,6 +126,11 @@ def _draw(data: dict[str, Any], path: Path) -> None:
         print(f"drawn: {roofline.draw(data, path)}")
     except (ImportError, ValueError) as error:  # the numbers are what matters
         print(f"no picture: {error}")
+
+
+def axes_of(name: str) -> Axes:
+    """The names of a benchmark's rows, axis by axis."""
+    return _bench(name)[0]
 
 
 def _bench(name: str) -> tuple[Axes, Callable[[Setup], Iterator[Row]]]:

@@ -71,6 +71,7 @@ class Setup:
     smoke: bool = False
     only: Selection = Selection()
     share: tuple[int, int] | None = None  # (i, n): run the i-th of n shares of the rows once, for the compilers' caches
+    warm_up: Callable[[], None] = lambda: None  # compiles what the rows need; for those that put it off, see `warmup`
 
     def mine(self, *key: str) -> bool:
         """Whether a row that compiles what ``key`` names belongs to this process."""
@@ -81,9 +82,9 @@ class Setup:
         return self.device.type == "cuda"
 
     @cached_property
-    def copy_bandwidth(self) -> float:
-        """Bytes a second that a large copy reads and writes, measured in this very run."""
-        return timing.copy_bandwidth(self.device, 2**22 if self.smoke else 2**30 if self.cuda else 2**28)
+    def memory_bandwidth(self) -> float:
+        """Bytes a second that an elementwise kernel reads and writes, measured in this very run."""
+        return timing.memory_bandwidth(self.device, 2**22 if self.smoke else 2**30 if self.cuda else 2**28)
 
     @cached_property
     def no_compiler(self) -> str | None:
@@ -121,19 +122,19 @@ def attempt(row: Row, measure: Callable[[], Row]) -> Row:
     return result
 
 
-def passes(ms: float, copy_bandwidth: float, tensor_bytes: int) -> float:
+def passes(ms: float, memory_bandwidth: float, tensor_bytes: int) -> float:
     """Time in passes over memory: one pass is the tensor read or written once at the speed of a copy.
 
-    >>> passes(1.0, copy_bandwidth=4e12, tensor_bytes=1_000_000_000)
+    Files keep times and the bandwidth; passes follow from them whenever a file is read.
+
+    >>> passes(1.0, memory_bandwidth=4e12, tensor_bytes=1_000_000_000)
     4.0
     """
-    return ms * 1e-3 * copy_bandwidth / tensor_bytes
+    return ms * 1e-3 * memory_bandwidth / tensor_bytes
 
 
-def measured(
-    setup: Setup, error: float, fwd: timing.Timing, bwd: timing.Timing, memory: timing.Memory, tensor_bytes: int
-) -> Row:
-    """What a row says of a layer that passed its check with ``error``: times, passes over memory, bytes."""
+def measured(error: float, fwd: timing.Timing, bwd: timing.Timing, memory: timing.Memory, tensor_bytes: int) -> Row:
+    """What a row says of a layer that passed its check with ``error``: times and bytes."""
     return {
         "error": error,
         "fwd_ms": fwd.ms,
@@ -141,8 +142,6 @@ def measured(
         "eager_fwd_ms": fwd.eager_ms,
         "eager_bwd_ms": bwd.eager_ms,
         "timed_by": fwd.by if fwd.by == bwd.by else f"{fwd.by}; {bwd.by}",
-        "fwd_passes": passes(fwd.ms, setup.copy_bandwidth, tensor_bytes),
-        "bwd_passes": passes(bwd.ms, setup.copy_bandwidth, tensor_bytes),
         "saved_bytes": memory.saved,
         "saved_share": memory.saved / tensor_bytes,
         "allocated_bytes": memory.allocated,

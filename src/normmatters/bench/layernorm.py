@@ -149,4 +149,4 @@ def _measure(setup: Setup, variant: Variant, data: list[RowNormData], tensor_byt
         outputs = [norm(one) for one in data]
         calls = [partial(backward, output, one) for output, one in zip(outputs, data)]
         bwd = timing.time_calls(calls, setup.device, quick=setup.smoke)
-    return measured(setup, error, fwd, bwd, memory, tensor_bytes)
+    return measured(error, fwd, bwd, memory, tensor_bytes)

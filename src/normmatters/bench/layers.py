@@ -190,4 +190,4 @@ def _measure(
         outputs = [forward(*one.inputs()) for one in data]
         calls = [partial(backward, output, one) for output, one in zip(outputs, data)]
         bwd = timing.time_calls(calls, setup.device, quick=setup.smoke)
-    return measured(setup, error, fwd, bwd, memory, tensor_bytes)
+    return measured(error, fwd, bwd, memory, tensor_bytes)

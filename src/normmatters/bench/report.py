@@ -15,6 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from normmatters.bench import axes_of
+from normmatters.bench.harness import passes
+
 Row = Mapping[str, Any]
 
 
@@ -96,6 +99,15 @@ def text_header(bench: str) -> str:
     return "  ".join(_pad(column, column.head) for column in COLUMNS[bench])
 
 
+def with_passes(row: Row, memory_bandwidth: float | None) -> Row:
+    """The row with its times in passes over memory, by this bandwidth and no other; without one there are none."""
+    found = {key: value for key, value in row.items() if not key.endswith("_passes")}
+    for name in ("fwd", "bwd"):
+        if memory_bandwidth and f"{name}_ms" in row and "tensor_bytes" in row:
+            found[f"{name}_passes"] = passes(row[f"{name}_ms"], memory_bandwidth, row["tensor_bytes"])
+    return found
+
+
 def text_row(bench: str, row: Row) -> str:
     """One row of it: the numbers, or the reason why there are none."""
     names = [_pad(column, column.text(row)) for column in COLUMNS[bench] if not column.number]
@@ -121,9 +133,14 @@ def markdown(data: Mapping[str, Any], only: Iterable[str] = ()) -> str:
         only: words that choose rows, as in :class:`~normmatters.bench.harness.Selection`.
     """
     bench = data["bench"]
-    rows = _chosen(data["rows"], frozenset(only))
+    chosen = _chosen(bench, data["rows"], frozenset(only))
+    rows = [with_passes(row, data.get("memory_bandwidth")) for row in chosen]
     # A column that is empty everywhere, such as a GPU's memory on a CPU, is left out; so are names that never change.
     columns = [c for c in COLUMNS[bench] if any(c.text(row) for row in rows)]
+    if not rows:
+        return f"No rows of it were measured.\n\n{_where(data)}"
+    if not any(c.number for c in columns):
+        columns.append(Column("result", lambda row: ""))
     lines = [
         "| " + " | ".join(c.head for c in columns) + " |",
         "|" + "|".join("--:" if c.number else "---" for c in columns) + "|",
@@ -131,7 +148,7 @@ def markdown(data: Mapping[str, Any], only: Iterable[str] = ()) -> str:
     for row in rows:
         cells = [c.text(row) for c in columns]
         if row["status"] != "ok":
-            first = next(i for i, c in enumerate(columns) if c.number) if any(c.number for c in columns) else -1
+            first = next(i for i, c in enumerate(columns) if c.number)
             cells[first] = _verdict(row).replace("|", "\\|")
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join([*lines, "", _where(data)])
@@ -141,17 +158,18 @@ def _where(data: Mapping[str, Any]) -> str:
     env = data["environment"]
     parts = [env["device"], f"torch {env['torch']}"]
     parts += [f"triton {env['triton']}"] if env.get("cuda") else [f"{env['threads']} threads"]
-    if data.get("copy_bandwidth"):
-        parts.append(f"copy {data['copy_bandwidth'] / 1e12:.2f} TB/s")
+    if data.get("memory_bandwidth"):
+        parts.append(f"memory {data['memory_bandwidth'] / 1e12:.2f} TB/s")
     if env.get("commit"):
         parts.append(f"commit {env['commit']}")
     return f"<sub>{', '.join(parts)}, {env['date'][:10]}. Each row was checked against float64 first.</sub>"
 
 
-def _chosen(rows: Sequence[Row], words: frozenset[str]) -> list[Row]:
-    """Rows that have, of every name column that any word occurs in, one of the words."""
+def _chosen(bench: str, rows: Sequence[Row], words: frozenset[str]) -> list[Row]:
+    """Rows that have, of every name column that any word may occur in, one of the words. A run may lack some rows."""
     keys = ("dtype", "layout", "form", "size", "variant", "mode", "part")
-    values = {key: {str(row[key]) for row in rows if key in row} for key in keys}
+    axes = axes_of(bench)
+    values = {key: {str(row[key]) for row in rows if key in row} | set(axes.get(key, ())) for key in keys}
     unknown = words - {value for found in values.values() for value in found}
     if unknown:
         raise ValueError(f"no row is called {', '.join(map(repr, sorted(unknown)))}")

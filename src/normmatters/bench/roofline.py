@@ -43,6 +43,8 @@ def draw(data: Mapping[str, Any], path: Path, *, dtype: str = "fp16", layout: st
         for row in data["rows"]
         if row["status"] == "ok" and (row["dtype"], row["layout"], row["form"]) == (dtype, layout, form)
     ]
+    if not data.get("memory_bandwidth"):
+        raise ValueError("the file says nothing of the memory's bandwidth")
     if not chosen:
         raise ValueError(f"no rows of {dtype}, {layout}, {form} to draw")
     figure, (time, share) = plt.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
@@ -50,14 +52,14 @@ def draw(data: Mapping[str, Any], path: Path, *, dtype: str = "fp16", layout: st
     megabytes = [size / 1e6 for size in sizes]
     for count, style in ((FLOOR_PASSES[form], "-"), (2 * FLOOR_PASSES[form], "--")):
         label = f"{count} passes at copy speed"
-        time.plot(megabytes, [count * s / data["copy_bandwidth"] * 1e3 for s in sizes], style, color="#222222", lw=1)
+        time.plot(megabytes, [count * s / data["memory_bandwidth"] * 1e3 for s in sizes], style, color="#222222", lw=1)
         share.plot(megabytes, [count] * len(sizes), style, color="#222222", lw=1, label=label)
     for name, (label, color, marker) in SERIES.items():
         rows = [row for row in chosen if row["variant"] == name]
         if rows:
             x, y = [row["tensor_bytes"] / 1e6 for row in rows], [row["fwd_ms"] + row["bwd_ms"] for row in rows]
             time.plot(x, y, marker, color=color, ms=6, ls="", label=label)
-            y = [passes(ms, data["copy_bandwidth"], row["tensor_bytes"]) for ms, row in zip(y, rows)]
+            y = [passes(ms, data["memory_bandwidth"], row["tensor_bytes"]) for ms, row in zip(y, rows)]
             share.plot(x, y, marker, color=color, ms=6, ls="")
     time.set(yscale="log", ylabel="forward + backward in ms")
     share.set(ylabel="the same in passes over the tensor")

@@ -107,25 +107,28 @@ def _time_on_cpu(calls: Sequence[Call], quick: bool) -> float:
 
 
 def wake(device: torch.device, seconds: float = 0.3) -> None:
-    """Copy until the clocks of a GPU are up: after it idled, its first tenths of a second are slow."""
+    """Work until the clocks of a GPU are up: after it idled, its first tenths of a second are slow."""
     if device.type != "cuda":
         return
-    source = torch.ones(2**26, dtype=torch.int8, device=device)
+    source = torch.ones(2**24, device=device)
     target = torch.empty_like(source)
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
         for _ in range(100):
-            target.copy_(source)
+            torch.neg(source, out=target)
         torch.cuda.synchronize(device)
 
 
-def copy_bandwidth(device: torch.device, size: int) -> float:
-    """Bytes a second read and written by copying ``size`` bytes."""
-    source = torch.ones(size, dtype=torch.int8, device=device)
+def memory_bandwidth(device: torch.device, size: int) -> float:
+    """Bytes a second read and written by an elementwise kernel on ``size`` bytes.
+
+    Not by ``copy_``: between equal tensors that is left to the driver, which on large GPUs copies more slowly.
+    """
+    source = torch.ones(size // 4, device=device)
     target = torch.empty_like(source)
     wake(device)
     with side_stream(device):
-        ms = time_calls([lambda: target.copy_(source)], device).ms
+        ms = time_calls([lambda: torch.neg(source, out=target)], device).ms
     return 2 * size / (ms * 1e-3)
 
 
