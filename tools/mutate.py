@@ -42,11 +42,11 @@ NEAR = {
     "optim/_turning.py": ["optim/test_angular.py"],
     "optim/_wrapper.py": ["optim/test_angular.py"],
     "optim/_decay_free.py": ["optim/test_weight_decay_free.py"],
-    "optim/weight_decay_free_adamw.py": ["optim/test_weight_decay_free.py"],
+    "optim/weight_decay_free_adamw.py": ["optim/test_refusals.py", "optim/test_weight_decay_free.py"],
     "optim/_exponents.py": ["optim/test_correction.py", "optim/test_norm_schedule.py"],
     "optim/equilibrium.py": ["optim/test_refusals.py", "optim/test_equilibrium.py"],
     "optim/recipe.py": ["optim/test_equilibrium.py"],
-    "optim/recording.py": ["optim/test_recorder.py"],
+    "optim/recording.py": ["optim/test_refusals.py", "optim/test_recorder.py"],
     "optim/multi_tensor.py": ["optim/test_angular.py", "kernels/test_rows_kernels.py"],
 }
 FAR = {
@@ -165,40 +165,30 @@ def stages(mutant: Mutant) -> Iterator[list[str]]:
     yield FAR[mutant.group]
 
 
+def fails(tests: list[str], home: Path, timeout: float) -> bool:
+    """Whether one of the tests fails, or does not end, with the package in ``home``."""
+    # The interpreter must see the file that is there now, not the bytecode of the mutant before.
+    env = {**os.environ, "PYTHONPATH": str(home), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    pytest = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not gpu"]
+    words = [*pytest, *(str(ROOT / "tests" / test) for test in tests)]
+    try:
+        done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, timeout=timeout)
+    except subprocess.TimeoutExpired:
+        return True
+    if done.returncode not in (0, 1, 2):  # 1: a test failed; 2: the package could not be imported
+        raise RuntimeError(done.stdout.decode()[-2000:] + done.stderr.decode()[-2000:])
+    return done.returncode != 0
+
+
 def dies(mutant: Mutant, home: Path, timeout: float) -> bool:
-    """Whether a test fails (or never ends) with the mutant in place of the file in ``home``."""
+    """Whether a test fails with the mutant in place of the file in ``home``."""
     target = home / PACKAGE.name / mutant.file
     original = target.read_text(encoding="utf-8")
     target.write_text(mutant.source(), encoding="utf-8")
-    # The interpreter must see the file that is there now, not the bytecode of the mutant before.
-    env = {**os.environ, "PYTHONPATH": str(home), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-    pytest = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-x",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:randomly",
-        "-m",
-        "not gpu",
-    ]
     try:
-        for tests in stages(mutant):
-            words = [*pytest, *(str(ROOT / "tests" / test) for test in tests)]
-            try:
-                done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, timeout=timeout)
-            except subprocess.TimeoutExpired:
-                return True
-            if done.returncode not in (0, 1, 2):  # 1: a test failed; 2: the package could not be imported
-                raise RuntimeError(done.stdout.decode()[-2000:] + done.stderr.decode()[-2000:])
-            if done.returncode:
-                return True
+        return any(fails(tests, home, timeout) for tests in stages(mutant))
     finally:
         target.write_text(original, encoding="utf-8")
-    return False
 
 
 def main() -> int:
@@ -219,6 +209,10 @@ def main() -> int:
     survivors: dict[str, list[Mutant]] = {group: [] for group in groups}
     with tempfile.TemporaryDirectory() as folder:
         shutil.copytree(PACKAGE, Path(folder) / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / "experiments", Path(folder) / PACKAGE.name / "experiments")  # as a wheel has it
+        for group in groups:
+            if not chosen.list and fails(FAR[group], Path(folder), chosen.timeout):
+                sys.exit(f"the tests of {group} fail without any mutant: mend them first")
         for number, mutant in enumerate(sample, 1):
             start = time.perf_counter()
             died = None if chosen.list else dies(mutant, Path(folder), chosen.timeout)
