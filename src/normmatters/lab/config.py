@@ -21,6 +21,7 @@ from normmatters.lab.schema import build, suggest
 
 DataName = Literal["digits", "cifar10", "imagefolder", "tiny_imagenet", "text", "numbers"]
 ImageModel = Literal["small_cnn", "vgg11", "resnet8", "resnet20", "resnet56", "resnet110", "resnet18", "resnet50"]
+TEXT = ("text", "numbers")  # all other data are images
 TextModel = Literal["lstm", "transformer", "transformer_small"]
 ModelName = Literal[ImageModel, TextModel]
 NormName = Literal["native", "l1", "l2", "lp", "linf", "topk", "range", "mean_only", "none"]
@@ -291,7 +292,7 @@ def _check_values(config: RunConfig, origin: str) -> None:
         need(model.constant in names, "model.constant", f"one of {names} or a positive factor", model.constant)
     else:
         need(model.constant > 0, "model.constant", "a positive factor", model.constant)
-    text = data.name in ("text", "numbers")
+    text = data.name in TEXT
     translator = model.name in get_args(TextModel)
     need(text == translator, "model.name", f"a model for {'text' if text else 'images'} ({data.name})", model.name)
     need(

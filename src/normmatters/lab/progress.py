@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -50,6 +51,7 @@ class RunsView:
         self._left = left
         self._all = self.progress.add_task("[bold]all epochs", total=self._total, metric="")
         self._tasks: dict[str, TaskID] = {}
+        self._told = 0  # messages
 
     def __enter__(self) -> RunsView:
         self.progress.start()
@@ -61,6 +63,9 @@ class RunsView:
         self.progress.stop()
 
     def __call__(self, runner: Runner) -> None:
+        for message in runner.messages[self._told :]:
+            self.console.print(f"[yellow]![/] {escape(message)}", highlight=False)
+        self._told = len(runner.messages)
         done = 0
         for job in self._left:
             key = str(job.folder)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from normmatters.lab.config import OptimConfig, RunConfig
+from normmatters.lab.config import TEXT, OptimConfig, RunConfig
 from normmatters.optim._rows import channel_norms
 from normmatters.optim.angular import Angular, AngularSGD
 from normmatters.optim.correction import StepSizeCorrection
@@ -144,7 +144,7 @@ class Regime:
 def find_invariant(config: RunConfig, model: nn.Module, example: Any) -> ScaleInvariantParameters | None:
     """The scale-invariant weights, where a mode or the recording needs them; None where it would find none in time."""
     needed = config.optim.mode not in ("wd_on", "wd_off")
-    text = config.data.name in ("text", "numbers")
+    text = config.data.name in TEXT
     if not needed and (text or config.runtime.record == "none"):
         return None  # testing a large translator takes long, and nothing depends on it
     found = scale_invariant_parameters(model, example)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from normmatters.lab import config as _config
-from normmatters.lab.config import RunConfig
+from normmatters.lab.config import TEXT, RunConfig
 from normmatters.lab.experiments import check_preset, load_cell, load_cells
 from normmatters.lab.memory import check_memory
 from normmatters.lab.runlog import read_json
@@ -25,7 +25,6 @@ from normmatters.lab.worker import Worker, Workers
 __all__ = ["Job", "Runner", "check_memory", "plan", "run_folder"]
 
 State = Literal["waiting", "running", "done", "failed", "skipped"]
-_TEXT = ("text", "numbers")
 _PLACE = ("label", "runtime.device", "runtime.threads", "runtime.side_by_side")  # where a run runs, not what it is
 
 
@@ -92,7 +91,7 @@ def plan(
 
     def add(id: str, seed: int) -> Job:
         config = load_cell(id).config(preset, seed, overrides)
-        if data is not None and (data in _TEXT) == (config.data.name in _TEXT):
+        if data is not None and (data in TEXT) == (config.data.name in TEXT):
             config = _config.apply_overrides(config, [f"data.name={data}", "data.dir=null"])
         needs = None
         if config.optim.reference is not None:
@@ -143,7 +142,8 @@ def _differing(a: RunConfig, b: RunConfig) -> list[str]:
 class Runner:
     """Runs a plan, at most ``workers`` runs at a time; ``on_poll`` is called a few times a second with the runner.
 
-    ``threads``: whether runs share this process; None leaves it to each run (see ``worker.shares_a_process``).
+    ``threads``: whether runs share this process; None leaves it to each run (see ``worker.shares_a_process``), and a
+    run that fails beside others goes on as a process of its own, as do all that start after it.
 
     >>> Runner(plan(["fig1"], "quick", "runs/quick"), workers=2).run()          # doctest: +SKIP
     """
@@ -160,6 +160,8 @@ class Runner:
             raise ValueError(f"jobs must be at least 1, got {workers}")
         self.jobs, self.workers = jobs, workers
         self._workers = Workers(workers, data_dir, threads)
+        self._may_fall_back = threads is None
+        self.messages: list[str] = []  # what was decided on the way
 
     def of(self, state: State) -> list[Job]:
         return [job for job in self.jobs if job.state == state]
@@ -196,8 +198,19 @@ class Runner:
             if _ended(job.folder):
                 job.state = "done"
             else:
-                told = (read_json(job.folder / "error.json") or {}).get("message")
-                job.state, job.reason = "failed", str(told or job.worker.how_it_ended())
+                error = read_json(job.folder / "error.json") or {}
+                job.state, job.reason = "failed", str(error.get("message") or job.worker.how_it_ended())
+                if job.worker.in_thread and self._may_fall_back and error.get("kind") == "exception":
+                    self._fall_back(job)
+
+    def _fall_back(self, job: Job) -> None:
+        """Whatever threads do to each other on some GPU, processes cost time only."""
+        self._workers.threads = False
+        said = f"{job.id} seed {job.seed} failed beside other runs ({job.reason.splitlines()[0]})"
+        self.messages.append(f"{said}: it goes on in a process of its own, as do all runs from here on")
+        with contextlib.suppress(OSError), (job.folder / "log.txt").open("a", encoding="utf-8") as log:
+            log.write(self.messages[-1] + "\n")
+        job.state, job.reason = "waiting", ""
 
     def _stop(self) -> None:
         running = [job for job in self.of("running") if job.worker is not None]

@@ -38,9 +38,10 @@ def process_group(config: RunConfig) -> tuple[torch.device, Shard]:
     return device, Shard(rank, world)
 
 
-# Runs may share a process, a thread each. What they share beyond the device, torch's random state while a model is
-# built and the memory pool while a graph is captured, is one run's at a time.
-exclusive = threading.RLock()
+# Runs may share a process, a thread each. One at a time is set up: a model is initialised from torch's own random
+# state, and a checkpoint sets it. After that only dropout draws from it, whose runs get processes of their own.
+# A run takes this before it enters the gate (``gate.py``), never inside it.
+setting_up = threading.Lock()
 
 
 def seed_everything(seed: int) -> None:

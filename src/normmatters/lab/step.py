@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from normmatters import precision
 from normmatters.lab.capture import all_at_once
 from normmatters.lab.config import PrecisionConfig
+from normmatters.lab.gate import gpu
+from normmatters.lab.graph import CudaGraph
 from normmatters.lab.objective import Objective
 from normmatters.lab.regimes import Regime
-from normmatters.lab.session import exclusive
 
 _DTYPE = {"fp16": torch.float16, "bf16": torch.bfloat16}
 WARM_UP = 3  # eager steps before a capture: they are steps of the run, so that nothing has to be undone
@@ -41,8 +42,8 @@ class Arithmetic:
 class Stepper:
     """Forward, backward and optimizer step on a batch; ``sums`` adds up what the objective measures.
 
-    With ``graph`` the first steps run eagerly on a side stream; then one step is captured with fixed input buffers and
-    every later one is a copy into them and a replay. The optimizer's step is part of the graph where it can be
+    With ``graph`` the first steps run eagerly; then one step is captured with fixed input buffers, and every later one
+    is a copy into them and a replay. The optimizer's step is part of the graph where it can be
     (``Regime.capturable``); otherwise it follows eagerly, which every mode and recording works with.
     """
 
@@ -55,35 +56,35 @@ class Stepper:
         scaler: torch.amp.GradScaler | None,
         *,
         clip_norm: float | None,
-        graph: bool,
+        graph: CudaGraph | None,
     ) -> None:
         self.model, self.objective, self.regime, self.arithmetic = model, objective, regime, arithmetic
         self.scaler, self.clip_norm = scaler, clip_norm
         self.device = next(model.parameters()).device
         self.sums = torch.zeros(3, dtype=torch.float64, device=self.device)
-        self._wanted = graph and self.device.type == "cuda"
-        self._captured: torch.cuda.CUDAGraph | None = None
-        self._inputs: tuple[Tensor, ...] = ()
+        self._graph = graph
+        self._inputs: tuple[Tensor, ...] | None = None  # of the captured step
         self._warm = 0
-        self._stream = torch.cuda.Stream() if self._wanted else None
 
     def __call__(self, batch: Any, step: int) -> None:
         """Take step number ``step`` (from 0, over all epochs)."""
+        gpu.pause()
         self.regime.before_step(step)
-        if not self._wanted:
+        if self._graph is None:
             self._forward_backward(batch)
             self._optimizer_step()
-        elif self._captured is None and self._warm < WARM_UP:
+        elif self._warm < WARM_UP:
             self._warm += 1
-            assert self._stream is not None
-            self._stream.wait_stream(torch.cuda.current_stream())
-            # One run at a time compiles kernels and tries out convolutions: the next finds them ready.
-            with exclusive, torch.cuda.stream(self._stream):
+            with self._graph.warm_up():
                 self._forward_backward(batch)
                 self._optimizer_step()
-            torch.cuda.current_stream().wait_stream(self._stream)
         else:
-            self._replay(batch)
+            self._replay(self._graph, batch)
+
+    def release(self) -> None:
+        """No step comes after this."""
+        if self._graph is not None:
+            self._graph.release()
 
     def _forward_backward(self, batch: Any) -> None:
         self.regime.optimizer.zero_grad(set_to_none=True)
@@ -104,23 +105,23 @@ class Stepper:
             scaler.step(optimizer)
             scaler.update()
 
-    def _replay(self, batch: tuple[Tensor, ...]) -> None:
+    def _replay(self, graph: CudaGraph, batch: tuple[Tensor, ...]) -> None:
         inside = self.regime.capturable
-        fresh = self._captured is None
-        if self._captured is None:
+        fresh = self._inputs is None
+        if self._inputs is None:
             self._inputs = tuple(t.clone(memory_format=torch.preserve_format) for t in batch)
-            self._captured = torch.cuda.CUDAGraph()
-            # thread_local: the prefetching thread may pin memory, and other runs may launch, meanwhile
-            with exclusive, torch.cuda.graph(self._captured, stream=self._stream, capture_error_mode="thread_local"):
-                with all_at_once(self.model, self.arithmetic.amp):
-                    self._forward_backward(self._inputs)
-                if inside:
-                    self._optimizer_step()
+            graph.record(self._captured_step)
         else:
             for place, value in zip(self._inputs, batch):
                 place.copy_(value, non_blocking=True)
-        self._captured.replay()
+        graph.replay()
         if not inside:
             self._optimizer_step()
         elif not fresh and self.regime.recorder is not None:
             self.regime.recorder.step()  # the optimizer's hook ran when it was captured, but a replay runs none
+
+    def _captured_step(self) -> None:
+        with all_at_once(self.model, self.arithmetic.amp):
+            self._forward_backward(self._inputs)
+        if self.regime.capturable:
+            self._optimizer_step()

@@ -19,11 +19,13 @@ from torch import Tensor, nn
 from normmatters.lab import checkpoint
 from normmatters.lab.config import RunConfig, config_hash
 from normmatters.lab.data import ImageData, Shard, TextData, load_data
+from normmatters.lab.gate import gpu
+from normmatters.lab.graph import step_graph
 from normmatters.lab.models import Translator, build_model
 from normmatters.lab.objective import Classification, Objective, Translation
 from normmatters.lab.regimes import Regime, build_regime, find_invariant, find_recording
 from normmatters.lab.runlog import RunError, RunFolder, RunResult, write_atomic
-from normmatters.lab.session import exclusive, first_process_first, process_group, seed_everything, settings
+from normmatters.lab.session import first_process_first, process_group, seed_everything, setting_up, settings
 from normmatters.lab.step import Arithmetic, Stepper
 from normmatters.lab.translate import bleu, translate
 from normmatters.nn.sync import convert_sync_batchnorm
@@ -84,10 +86,15 @@ def train(
             if shard.rank == 0:
                 folder.start(config, device, fresh=not resume)
             with settings(config, device):
-                with exclusive:
+                with setting_up, gpu.together():
                     seed_everything(config.seed)
                     run = _Run(config, folder, device, shard, data_dir, reference_dir)
-                return run.loop(progress if progress and shard.rank == 0 else (lambda _: None))
+                    start = run.resume()
+                with gpu.together():
+                    try:
+                        return run.loop(start, progress if progress and shard.rank == 0 else (lambda _: None))
+                    finally:
+                        run.stepper.release()
         except RunError as error:
             _fail(folder, shard, error.kind, str(error))
             raise
@@ -144,7 +151,7 @@ class _Run:
             wrapped = nn.parallel.DistributedDataParallel(wrapped, device_ids=ids)
         self.arithmetic = Arithmetic(config.precision, device)
         self.scaler = torch.amp.GradScaler(device.type) if config.precision.amp == "fp16" else None
-        graph = runtime.compile == "cudagraph" and shard.world == 1 and device.type == "cuda"
+        graph = step_graph(runtime.compile == "cudagraph" and shard.world == 1, device)
         self.stepper = Stepper(
             wrapped,
             self.objective,
@@ -157,11 +164,10 @@ class _Run:
         self._reseed(0)
         self.rows: list[dict[str, Any]] = []
         self.messages: list[str] = []
-        if runtime.compile == "cudagraph" and not graph:
+        if runtime.compile == "cudagraph" and graph is None:
             self.messages.append("runtime.compile=cudagraph needs one process and a GPU: the steps ran eagerly")
 
-    def loop(self, progress: Progress) -> RunResult:
-        start = self._resume()
+    def loop(self, start: int, progress: Progress) -> RunResult:
         with contextlib.closing(writer) if (writer := self._tensorboard(start)) else contextlib.nullcontext():
             return self._epochs(start, writer, progress)
 
@@ -219,6 +225,7 @@ class _Run:
         self.model.eval()
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)
         for batch in self.data.val:
+            gpu.pause()
             with self.arithmetic():
                 sums.add_(self.objective.measure(self.model, batch, smooth=False)[1])
         row: dict[str, Any] = dict(self.objective.epoch_metrics(self._total(sums), "val"))
@@ -254,7 +261,7 @@ class _Run:
         keep = keep or self.config.runtime.keep_checkpoints
         checkpoint.save(self.folder.checkpoints, epoch, self._state(epoch), keep)
 
-    def _resume(self) -> int:
+    def resume(self) -> int:
         """Load the newest good checkpoint; the number of epochs that are done."""
         state, damaged = None, list[str]()
         if self.shard.rank == 0:

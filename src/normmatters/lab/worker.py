@@ -2,12 +2,13 @@
 
 A GPU takes turns between processes: two small networks in two processes take twice the time of one. In one process
 their CUDA graphs run on the device side by side, and the host's part of a step is a replay, so threads do. What needs
-more of the host (text, whose shapes vary), or torch's global random state while it trains, gets a process.
+more of the host (text, whose shapes vary), or torch's own random state while it trains (for dropout), gets a process.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import multiprocessing as mp
 import os
@@ -23,13 +24,15 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from normmatters.lab import config as _config
-from normmatters.lab.config import RunConfig
+from normmatters.lab.config import TEXT, RunConfig
 
 __all__ = ["Worker", "Workers", "shares_a_process"]
 
 
 class Worker(Protocol):
-    """One run that was started."""
+    """One run that was started; ``in_thread``: in this process."""
+
+    in_thread: bool
 
     @property
     def running(self) -> bool: ...
@@ -59,7 +62,8 @@ class Workers:
 
     def start(self, config: RunConfig, folder: Path) -> Worker:
         folder.mkdir(parents=True, exist_ok=True)
-        if shares_a_process(config, self.count) if self.threads is None else self.threads:
+        in_thread = shares_a_process(config, self.count) if self.threads is None else self.threads
+        if in_thread and config.data.name not in TEXT:
             # The pool's threads stay from run to run, and with them what cuDNN found fastest.
             self._pool = self._pool or ThreadPoolExecutor(self.count, thread_name_prefix="run")
             stopped = threading.Event()
@@ -81,6 +85,8 @@ class Workers:
 
 
 class _Process:
+    in_thread = False
+
     def __init__(self, process: BaseProcess, folder: Path) -> None:
         self.process, self.folder = process, folder
 
@@ -104,6 +110,8 @@ class _Process:
 
 
 class _Thread:
+    in_thread = True
+
     def __init__(self, future: Future[None], stopped: threading.Event, folder: Path) -> None:
         self.future, self.stopped, self.folder = future, stopped, folder
 
@@ -129,13 +137,16 @@ class _Stopped(BaseException):
 def _run_in_thread(config: RunConfig, folder: Path, data_dir: str | None, stopped: threading.Event) -> None:
     import torch
 
+    from normmatters.lab.gate import gpu
+    from normmatters.lab.graph import own_stream
+
     def check(_: dict[str, Any]) -> None:
         if stopped.is_set():
             raise _Stopped
 
-    own = contextlib.nullcontext()
+    own: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if config.runtime.device.startswith("cuda"):
-        own = torch.cuda.stream(torch.cuda.Stream(config.runtime.device))  # type: ignore[assignment]
+        own = torch.cuda.stream(own_stream(torch.device(config.runtime.device)))
     try:
         with own:
             _train(config, folder, data_dir, progress=check)
@@ -143,6 +154,9 @@ def _run_in_thread(config: RunConfig, folder: Path, data_dir: str | None, stoppe
         with contextlib.suppress(OSError), (folder / "log.txt").open("a", encoding="utf-8") as log:
             traceback.print_exc(file=log)
         _tell(folder, error)
+    finally:
+        with gpu.together():
+            gc.collect()  # the run's memory, which the next run may need
 
 
 def _run_in_process(table: dict[str, Any], folder: str, data_dir: str | None) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from normmatters.lab.config import DataConfig
+from normmatters.lab.config import TEXT, DataConfig
 from normmatters.lab.data import augment, cifar10, digits, folders, images, text
 from normmatters.lab.data.images import Augmentation, EvalLoader, ResidentLoader, Shard, StreamLoader, TrainLoader
 from normmatters.lab.data.text import TextData
@@ -64,7 +64,7 @@ def load_data(
     folder = None
     if config.name in USUAL_FOLDER:
         folder = data_root(data_dir) / (config.dir or USUAL_FOLDER[config.name])
-    if config.name in ("text", "numbers"):
+    if config.name in TEXT:
         return text.load(config, folder, seed=seed, shard=shard, device=device, cache=cache)
     if config.name == "digits":
         return _resident(config, *digits.load(min(config.train_size or 1437, 1437)), 10, _DIGITS, seed, device, shard)
