@@ -305,7 +305,8 @@ def test_kernel_is_the_equation_in_the_interpreter():
     """In a process of its own: Triton reads the variable when it is imported."""
     pytest.importorskip("triton")
     here = Path(__file__).parent
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(here)}
+    path = os.pathsep.join(filter(None, [str(here), os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path}
     command = [
         sys.executable,
         "-c",
