@@ -56,6 +56,7 @@ def test_other_settings_are_not_overwritten(tmp_path: Path) -> None:
 def test_pages_are_redrawn_from_the_files_alone(tmp_path: Path) -> None:
     for seed in range(3):
         write_run(tmp_path / "runs", "fig1/wd_on", seed=seed, final=0.905 + 0.001 * seed, preset="cifar")
+    for seed in range(2):
         write_run(tmp_path / "runs", "fig1/wd_off", seed=seed, final=0.893 + 0.001 * seed, preset="cifar")
     write_run(tmp_path / "others", "supp1/resnet56_with_c", preset="short")
     results, readme = tmp_path / "results", tmp_path / "README.md"
@@ -72,7 +73,9 @@ def test_pages_are_redrawn_from_the_files_alone(tmp_path: Path) -> None:
     assert claims.startswith("# Project\n<!-- numbers: E1 figures -->\n| |")
     assert claims.endswith(f"{END}\nmore\n<!-- numbers: E6 E8 -->\nNo runs of it are published.\n{END}\n")
     assert "old" not in claims
-    assert "| ✓ | Weight decay improves a network with batch norm (E1) | 90.60 − 89.40 = +1.20" in claims
+    assert "| ✓ | Weight decay improves a network with batch norm (E1) | 90.60 − 89.35 = +1.25 (noise" in claims
+    assert ") | 3 and 2 | `cifar` |" in claims
+    assert "2 to 3 seeds each" in reports[1].html.read_text()
     assert "no finished run" not in claims
     assert "![fig1-0](results/cifar/report/figures/fig1-0.svg)" in claims
     assert (results / "cifar" / "report" / "figures" / "fig1-0.svg").is_file()

@@ -158,11 +158,17 @@ def _claims(words: str, reports: Sequence[tuple[str, Report]], page: Path) -> st
     for preset, report in reports:
         told = [v for v in report.verdicts if v.claim.check in words.split()]
         told = [v for v in told if not v.measured.startswith("no finished run")]
-        lines += [f"| {v.mark} | {v.claim.text} ({v.claim.check}) | {v.measured} | `{preset}` |" for v in told]
+        for v in told:
+            seeds = dict.fromkeys(len(report.collection.results[cell].done) for cell in (v.claim.a, v.claim.b))
+            how_many = " and ".join(map(str, seeds))  # of the one and of the other, where they differ
+            claim = f"{v.claim.text} ({v.claim.check})"
+            lines.append(f"| {v.mark} | {claim} | {v.measured} | {how_many} | `{preset}` |")
         for name in dict.fromkeys(v.claim.experiment for v in told):
             pictures += [f for f in report.figures if f.name == f"{name}-0.svg"]
     table = (
-        ["| | Claim | Measured | Preset |", "|---|---|---|---|", *lines] if lines else ["No runs of it are published."]
+        ["| | Claim | Measured | Seeds | Preset |", "|---|---|---|---:|---|", *lines]
+        if lines
+        else ["No runs of it are published."]
     )
     if "figures" in words.split() and pictures:
         table += ["", *(f"![{f.stem}]({Path(os.path.relpath(f, page)).as_posix()})" for f in pictures)]

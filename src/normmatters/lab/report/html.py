@@ -186,8 +186,12 @@ def _differences(results: dict[str, Result]) -> str:
     found: dict[str, list[str]] = {}
     for what, here, paper in differences(results.values()):
         found.setdefault(what, []).append(f"{here} instead of {paper}")
-    seeds = max(len(r.done) for r in results.values())
-    seed_text = f"{seeds} seed{'s' if seeds != 1 else ''} each" if seeds else "no finished run yet"
+    seeds = sorted({len(r.done) for r in results.values()} - {0})
+    seed_text = "no finished run yet"
+    if seeds:
+        seed_text = (
+            f"{' to '.join(map(str, dict.fromkeys((seeds[0], seeds[-1]))))} seed{'s' if seeds != [1] else ''} each"
+        )
     if not found:
         return f'<div class="note plain"><b>The paper’s own setting</b>, {seed_text}.</div>'
     items = "".join(
