@@ -43,7 +43,7 @@ NEAR = {
     "optim/_wrapper.py": ["optim/test_angular.py"],
     "optim/_decay_free.py": ["optim/test_weight_decay_free.py"],
     "optim/weight_decay_free_adamw.py": ["optim/test_refusals.py", "optim/test_weight_decay_free.py"],
-    "optim/_exponents.py": ["optim/test_correction.py", "optim/test_norm_schedule.py"],
+    "optim/_exponents.py": ["optim/test_exponents.py", "optim/test_correction.py"],
     "optim/equilibrium.py": ["optim/test_refusals.py", "optim/test_equilibrium.py"],
     "optim/recipe.py": ["optim/test_equilibrium.py"],
     "optim/recording.py": ["optim/test_refusals.py", "optim/test_recorder.py"],
