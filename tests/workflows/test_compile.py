@@ -49,7 +49,7 @@ def test_new_batch_sizes_are_compiled_once_in_l1() -> None:
     for size in (4, 6, 8, 10):
         x = torch.randn(size, 3, 2, 2)
         assert_close(compiled(x), eager(x))
-    assert counter.frame_count == 2  # one for 4, one for all others
+    assert counter.frame_count <= 2  # one for 4, one for all others; or one, where sizes were seen to vary before
     assert_close(bn.running_var, eager.running_var)
 
 
