@@ -3,7 +3,7 @@
 While a graph is captured, nothing else in the process may allocate or free device memory, draw random numbers, wait for
 the device or replay: the capture would fail, or the other. So a run does everything inside :meth:`Gate.together`, says
 between its steps that it can wait (:meth:`Gate.pause`, the read of an attribute), and captures inside
-:meth:`Gate.alone`.
+:meth:`Gate.alone`. A long time without a pause is time in which all others may have to wait.
 """
 
 from __future__ import annotations

@@ -128,6 +128,7 @@ class _Run:
         with first_process_first(shard):  # it downloads, and learns the tokenizer, for all
             cache = folder.path if folder.path.is_dir() else None
             self.data = load_data(config.data, data_dir, seed=config.seed, device=device, shard=shard, cache=cache)
+        gpu.pause()
         self.steps = self.data.train.steps
         recording = find_recording(folder.path, config, _path(reference_dir)) if optim.reference else None
         model = build_model(config.model, self.data).to(device)
@@ -136,7 +137,9 @@ class _Run:
             self.objective = Classification(self.data, optim.label_smoothing, device)
         else:
             self.objective = Translation(self.data, optim.label_smoothing, shard)
+        gpu.pause()
         invariant = find_invariant(config, model, self.objective.example(device))
+        gpu.pause()
         if runtime.channels_last and isinstance(self.data, ImageData):
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         if shard.world > 1:
