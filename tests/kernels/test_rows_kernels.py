@@ -9,10 +9,10 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from normmatters.kernels.triton import rows
-from normmatters.kernels.triton.rotate_rows import rotate_rows_
-from normmatters.kernels.triton.row_norms import row_norms_
-from normmatters.optim import NormRecorder, angular_update, channel_norms, multi_tensor
-from normmatters.optim.multi_tensor import rotate_channel_
+from normmatters.kernels.triton.rotate_rows import MOMENTUM, NESTEROV, RotationPlan
+from normmatters.kernels.triton.row_norms import RowNormsPlan
+from normmatters.optim import AngularSGD, NormRecorder, angular_update, channel_norms, multi_tensor
+from normmatters.optim.multi_tensor import Momentum, rotate_channel_
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
@@ -28,7 +28,7 @@ def check_rotation(weights: list[Tensor], directions: list[Tensor], grads: list[
     expected = [w.double() for w in weights]
     for w, d, g, norm in zip(expected, directions, grads, norms):
         rotate_channel_(w, d.double(), g.double(), norm.double(), angle)
-    rotate_rows_(weights, directions, grads, norms, torch.tensor(angle, device=DEVICE))
+    RotationPlan(weights)(weights, directions, grads, norms, torch.tensor(angle, device=DEVICE))
     for w, reference in zip(weights, expected):
         # A row of norm 1: √n roundings of its sums, then a few of each element.
         bound = 8 * torch.finfo(torch.float32).eps * (w.numel() / w.shape[0]) ** 0.5
@@ -44,6 +44,85 @@ def test_rotation_is_the_equation(angle):
     grads[1][4] = 0  # keeps its direction
     directions[5][1] = weights[5][1] * 2  # has no direction to turn to
     check_rotation(weights[1:], directions[1:], grads[1:], angle)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("on_device", [False, True])
+def test_momentum_is_taken_in_on_the_way(nesterov, on_device):
+    """Step after step: the buffers and the weights of float64."""
+    weights, buffers = (matrices(SHAPES[1:]) for _ in range(2))
+    momentum = Momentum(0.9, -1.0, nesterov)
+    norms = [channel_norms(w) for w in weights]
+    expected, exact = ([x.double() for x in xs] for xs in (weights, buffers))
+    plan = RotationPlan(weights, NESTEROV if nesterov else MOMENTUM)
+    for step in range(3):
+        grads = matrices(SHAPES[1:])
+        grads[1][4] = 0  # keeps its direction, and its momentum fades
+        angle = 0.1 + step
+        directions = momentum.take_in_(exact, [g.double() for g in grads])
+        for w, d, g, norm in zip(expected, directions, grads, norms):
+            rotate_channel_(w, d, g.double(), norm.double(), angle)
+        given = torch.tensor(angle, device=DEVICE) if on_device else angle
+        plan(weights, buffers, grads, norms, given, momentum.decay, momentum.sign)
+        for ours, reference in zip([*weights, *buffers], [*expected, *exact]):
+            bound = 16 * torch.finfo(torch.float32).eps * ours.numel() / ours.shape[0]
+            torch.testing.assert_close(ours.double(), reference, rtol=0, atol=bound)
+
+
+def test_the_turner_looks_again_where_a_layout_changes(monkeypatch):
+    """A step with gradients strided otherwise, of another dtype, or along another dimension is a right step."""
+    monkeypatch.setattr(multi_tensor, "_LAUNCH_ON", (DEVICE,))
+    torch.manual_seed(0)
+    momentum, turn = Momentum(0.9), multi_tensor.ChannelTurner()
+    shapes = [(6, 5, 3, 3), (7, 20)]
+    weights, buffers = (matrices(shapes) for _ in range(2))
+    norms = [channel_norms(w) for w in weights]
+    expected, exact = ([x.double() for x in xs] for xs in (weights, buffers))
+    found = []
+    for change in (None, None, "strides", None, "dtype"):
+        grads = matrices(shapes)
+        if change == "strides":
+            grads[0] = grads[0].contiguous()
+        if change == "dtype":
+            for xs in (weights, buffers, grads):
+                xs[1] = xs[1].double()
+        turn(weights, buffers, grads, norms, 0.1, 0, momentum)
+        found.append((turn._plain, [members for members, _ in turn._launches]))
+        directions = momentum.take_in_(exact, [g.double() for g in grads])
+        for w, d, g, norm in zip(expected, directions, grads, norms):
+            rotate_channel_(w, d, g.double(), norm.double(), 0.1)
+        for ours, reference in zip([*weights, *buffers], [*expected, *exact]):
+            torch.testing.assert_close(ours.double(), reference, rtol=0, atol=1e-5)
+    assert found == [([], [[0, 1]])] * 2 + [([0], [[1]])] + [([], [[0, 1]])] + [([1], [[0]])]
+
+
+def test_angular_sgd_takes_the_same_steps_through_the_kernel(monkeypatch):
+    """Beside weights that it does not take, with a gradient that comes and goes, and from a saved state."""
+    runs = []
+    for kernel in (True, False):
+        monkeypatch.setattr(multi_tensor, "_LAUNCH_ON", (DEVICE,) if kernel else ())
+        torch.manual_seed(0)
+        weights = [torch.nn.Parameter(w) for w in matrices([(5, 3, 3, 3), (4, 9), (3, 8, 2)])]
+        bias = torch.nn.Parameter(torch.zeros(4, device=DEVICE))
+        groups = [
+            {"params": weights[:2]},
+            {"params": weights[2:], "dim": 1, "momentum": 0.0},
+            {"params": [bias], "angular": False, "lr": 0.1},
+        ]
+        optimizer = AngularSGD(groups, angle=0.05, nesterov=False)
+        for step in range(6):
+            for p in (*weights, bias):
+                p.grad = torch.randn_like(p)
+            if step in (2, 3):
+                weights[1].grad = None
+            if step == 4:
+                state = optimizer.state_dict()
+                optimizer = AngularSGD(groups, angle=0.05, nesterov=False)
+                optimizer.load_state_dict(state)
+            optimizer.step()
+        runs.append([*weights, bias])
+    for ours, plain in zip(*runs):
+        torch.testing.assert_close(ours, plain, rtol=0, atol=1e-5)
 
 
 def test_unaligned_tensors():
@@ -75,10 +154,11 @@ def test_every_row_has_one_task():
 
 def test_addresses_follow_the_tensors():
     first, second = torch.zeros(3, device=DEVICE), torch.zeros(3, device=DEVICE)
-    assert rows.addresses_of([first], [second]).tolist() == [first.data_ptr(), second.data_ptr()]
-    assert rows.addresses_of([second], [first]).tolist() == [second.data_ptr(), first.data_ptr()]
-    assert rows.aligned([first], [second])
-    assert not rows.aligned([first], [second[1:]])
+    pointers = [first.data_ptr(), second.data_ptr()]
+    assert rows.address_table(pointers, first.device).tolist() == pointers
+    assert rows.address_table(pointers[::-1], first.device).tolist() == pointers[::-1]
+    assert rows.aligned(pointers)
+    assert not rows.aligned([first.data_ptr(), second[1:].data_ptr()])
 
 
 @pytest.mark.gpu
@@ -100,13 +180,14 @@ def test_a_graph_keeps_its_own_addresses():
     norms = [torch.ones(w.shape[0], device=DEVICE) for w in weights]
     angle = torch.tensor(0.1, device=DEVICE)
     start = [w.clone() for w in weights]
-    rotate_rows_(weights, directions, grads, norms, angle)
+    plan = RotationPlan(weights)
+    plan(weights, directions, grads, norms, angle)
     expected = [w.clone() for w in weights]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        rotate_rows_(weights, directions, grads, norms, angle)
+        plan(weights, directions, grads, norms, angle)
     for _ in range(2):
-        rotate_rows_([w.clone() for w in weights], directions, grads, norms, angle)
+        plan([w.clone() for w in weights], directions, grads, norms, angle)
         for w, s in zip(weights, start):
             w.copy_(s)
         graph.replay()
@@ -119,8 +200,8 @@ def check_norms(before: list[Tensor], after: list[Tensor], relative: float = 1e-
     previous = [b.clone() for b in before]
     outputs = [[torch.full((w.shape[0],), 7.0, device=DEVICE) for w in after] for _ in range(3)]
     norms, tangents, alone = outputs
-    row_norms_(after, norms, previous, tangents)
-    row_norms_(after, alone)
+    RowNormsPlan(after, norms, previous, tangents)()
+    RowNormsPlan(after, alone)()
     for b, w, kept, norm, tangent, same in zip(before, after, previous, norms, tangents, alone):
         assert torch.equal(kept, w)
         assert torch.equal(norm, same)
@@ -149,7 +230,7 @@ def test_angles_of_rows_that_grow_and_of_odd_rows():
     # The difference is rounded relative to the row, not to the angle.
     check_norms(before, after, relative=2e-6, absolute=1e-7)
     tangents = [torch.zeros(w.shape[0], device=DEVICE) for w in after]
-    row_norms_(after, [t.clone() for t in tangents], before, tangents)
+    RowNormsPlan(after, [t.clone() for t in tangents], before, tangents)()
     assert tangents[2][:2].isnan().all()
     assert tangents[2][2:].isfinite().all()
 
@@ -171,9 +252,9 @@ def test_the_recorder_records_the_same_through_the_kernel(monkeypatch):
     recordings = []
     launches = []
     monkeypatch.setattr(multi_tensor, "_LAUNCH_ON", (DEVICE,))
-    real = multi_tensor.ChannelMeter._launch
+    real = multi_tensor.ChannelMeter._launch_of
     monkeypatch.setattr(
-        multi_tensor.ChannelMeter, "_launch", lambda self, members: (launches.append(members), real(self, members))
+        multi_tensor.ChannelMeter, "_launch_of", lambda self, members: launches.append(members) or real(self, members)
     )
     for kernel in (True, False):
         monkeypatch.setattr(multi_tensor, "_HAS_TRITON", kernel)
@@ -187,7 +268,7 @@ def test_the_recorder_records_the_same_through_the_kernel(monkeypatch):
                 w += 0.01 * torch.randn_like(w)
             recorder.step()
         recordings.append(recorder.recording())
-    assert launches == [[0, 4], [3]] * 4
+    assert launches == [[0, 4], [3]]  # planned once
     ours, plain = recordings
     for name in plain.names:
         torch.testing.assert_close(ours.norms[name], plain.norms[name], rtol=1e-6, atol=0)

@@ -12,10 +12,11 @@ import torch
 from digits import IMAGES, LABELS, backward, digit_net, split, train
 from torch import Tensor, nn
 
+from normmatters.optim import _common, multi_tensor
 from normmatters.optim._rows import angular_update, channel_norms
 from normmatters.optim.angular import Angular, AngularSGD
 from normmatters.optim.equilibrium import adamw_equilibrium_angle, equilibrium_angle
-from normmatters.optim.multi_tensor import rotate_channel_, rotate_rows_triton_
+from normmatters.optim.multi_tensor import ChannelTurner, Momentum, rotate_channel_
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 FLOAT64 = 1e-12  # a few hundred roundings of float64
@@ -283,6 +284,29 @@ def test_errors_name_the_parameter_and_change_nothing():
     Angular(torch.optim.Adagrad(net[0].parameters(), lr=0.1), angle=0.1).step()
 
 
+@pytest.mark.parametrize(("options", "fused"), [({}, True), ({"nesterov": True}, True), ({"foreach": True}, False)])
+def test_ordinary_groups_take_the_fused_kernel(options, fused, monkeypatch):
+    """As parameters on a GPU do; here on a CPU, which has the kernel too. The steps are SGD's."""
+    monkeypatch.setattr(_common, "_FUSED_BY_DEFAULT", ("cpu",))
+    calls = []
+    real = torch._fused_sgd_
+    monkeypatch.setattr(torch, "_fused_sgd_", lambda *args, **kwargs: (calls.append(args), real(*args, **kwargs)))
+    torch.manual_seed(0)
+    ours, plain = (nn.Parameter(torch.ones(5, dtype=torch.float64)) for _ in range(2))
+    nesterov = options.get("nesterov", False)
+    optimizers = [
+        AngularSGD([{"params": [ours], "angular": False, "lr": 0.1, "weight_decay": 0.01}], angle=0.1, **options),
+        torch.optim.SGD([plain], 0.1, 0.9, weight_decay=0.01, nesterov=nesterov),
+    ]
+    for _ in range(4):
+        ours.grad = torch.randn(5, dtype=torch.float64)
+        plain.grad = ours.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert len(calls) == (4 if fused else 0)
+    torch.testing.assert_close(ours, plain, rtol=1e-14, atol=1e-14)
+
+
 def check_kernel(device: str) -> None:
     weights = [torch.randn(4, 3, 3, 3), torch.randn(3, 1500), torch.randn(5, 7)]
     weights[0] = weights[0].to(memory_format=torch.channels_last)
@@ -291,14 +315,20 @@ def check_kernel(device: str) -> None:
     grads[0][1] = 0
     directions[2][3] = weights[2][3] * 2
     norms = [channel_norms(w) * 2 for w in weights]
-    expected = [w.clone() for w in weights]
-    cache: dict = {}
-    for angle in (0.1, torch.tensor(-0.3, device=device)):
-        for w, d, g, n in zip(expected, directions, grads, norms):
-            rotate_channel_(w, d, g, n, angle)
-        rotate_rows_triton_(weights, directions, grads, norms, angle=angle, cache=cache)
-        for w, e in zip(weights, expected):
-            torch.testing.assert_close(w, e, rtol=0, atol=2e-5)  # √1500 float32 roundings of numbers of size 1 to 10
+    multi_tensor._LAUNCH_ON = (device,)
+    turn = ChannelTurner()
+    for momentum in (None, Momentum(0.9), Momentum(0.8, -1.0, True)):
+        expected, buffers = ([x.double() for x in xs] for xs in (weights, directions))
+        for angle in (0.1, torch.tensor(-0.3, device=device)):
+            ds = buffers if momentum is None else momentum.take_in_(buffers, [g.double() for g in grads])
+            for w, d, g, n in zip(expected, ds, grads, norms):
+                rotate_channel_(w, d, g.double(), n, angle)
+            turn(weights, directions, grads, norms, angle, 0, momentum)
+            assert len(turn._launches) == 1
+            assert not turn._plain
+            for ours, exact in zip([*weights, *directions], [*expected, *buffers]):
+                # √1500 float32 roundings of numbers of size 1 to 10
+                torch.testing.assert_close(ours.double(), exact, rtol=0, atol=2e-5)
 
 
 def test_kernel_is_the_equation_in_the_interpreter():

@@ -9,7 +9,7 @@ import torch
 from digits import backward, digit_net, direction_error, split, train
 from torch import nn
 
-from normmatters.optim import weight_decay_free
+from normmatters.optim import _common
 from normmatters.optim._decay_free import RESCALE_AT
 from normmatters.optim.weight_decay_free import WeightDecayFreeSGD, largest_decay, next_alpha_kappa
 from normmatters.optim.weight_decay_free_adamw import WeightDecayFreeAdamW
@@ -125,21 +125,21 @@ def test_implementations_agree(options, momentum, nesterov):
 
 
 @pytest.mark.parametrize(
-    ("options", "fused"),
+    ("options", "groups"),
     [
-        ({}, True),
-        ({"momentum": 0.0}, True),
-        ({"fused": True}, True),
-        ({"fused": False}, False),
-        ({"foreach": True}, False),
-        ({"foreach": False}, False),
-        ({"nesterov": True}, False),
-        ({"capturable": True}, False),
+        ({}, 2),
+        ({"momentum": 0.0}, 2),
+        ({"fused": True}, 2),
+        ({"fused": False}, 0),
+        ({"foreach": True}, 0),
+        ({"foreach": False}, 0),
+        ({"nesterov": True}, 1),  # ordinary SGD has it in every form
+        ({"capturable": True}, 1),
     ],
 )
-def test_the_fused_kernel_is_chosen_where_it_applies(options, fused, monkeypatch):
+def test_the_fused_kernel_is_chosen_where_it_applies(options, groups, monkeypatch):
     """The choice is that of CUDA parameters, made here for a CPU, which has the kernel too."""
-    monkeypatch.setattr(weight_decay_free, "_FUSED_BY_DEFAULT", ("cpu",))
+    monkeypatch.setattr(_common, "_FUSED_BY_DEFAULT", ("cpu",))
     calls = []
     real = torch._fused_sgd_
     monkeypatch.setattr(torch, "_fused_sgd_", lambda *args, **kwargs: (calls.append(args), real(*args, **kwargs)))
@@ -148,14 +148,40 @@ def test_the_fused_kernel_is_chosen_where_it_applies(options, fused, monkeypatch
     same = {k: v for k, v in kwargs.items() if k not in ("fused", "foreach", "capturable")}
     train(decayed, torch.optim.SGD(decayed.parameters(), **same), 20)
     train(net, free_sgd(net, **kwargs), 20)
-    assert len(calls) == (40 if fused else 0)  # two groups, 20 steps
+    assert len(calls) == 20 * groups
     assert direction_error(split(decayed)[0], split(net)[0]) < EXACT
     for p, q in zip(split(decayed)[1], split(net)[1]):
         assert (p - q).abs().max() < EXACT
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_factor_that_waits_for_the_next_step_is_not_lost_where_the_run_goes_on(fused):
+    """A captured run leaves 1/factor to its next step; that step may be one of another implementation."""
+    options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 5e-3}
+    net = digit_net()
+    first = free_sgd(net, **options, capturable=True)
+    train(net, first, 3)
+    weights, saved = copy.deepcopy(net.state_dict()), copy.deepcopy(first.state_dict())
+    ends = []
+    for waits in (False, True):
+        net.load_state_dict(weights)
+        state = copy.deepcopy(saved)
+        for group in state["param_groups"]:
+            group.update(capturable=False, fused=fused)
+        for one in state["state"].values():
+            if waits and "pending" in one:
+                one["pending"] = one["pending"] * 0.25
+                one["momentum_buffer"] *= 4
+        optimizer = free_sgd(net, **options)
+        optimizer.load_state_dict(state)
+        train(net, optimizer, 3)
+        ends.append([p.detach().clone() for p in net.parameters()])
+    for plain, waited in zip(*ends):
+        torch.testing.assert_close(waited, plain, rtol=1e-12, atol=1e-14)
+
+
 def test_gradients_that_the_fused_kernel_refuses_are_stepped_by_foreach(monkeypatch):
-    monkeypatch.setattr(weight_decay_free, "_FUSED_BY_DEFAULT", ("cpu",))
+    monkeypatch.setattr(_common, "_FUSED_BY_DEFAULT", ("cpu",))
     monkeypatch.setattr(torch, "_fused_sgd_", lambda *args, **kwargs: pytest.fail("strides differ"))
     x, g = torch.randn(2, 3, 4, 5, dtype=torch.float64).unbind(0)
     weight = nn.Parameter(x.clone()[None])

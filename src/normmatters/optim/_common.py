@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,10 @@ from torch.optim import Optimizer
 from torch.optim.sgd import sgd
 
 Group = dict[str, Any]
+
+# Where SGD's fused kernel is chosen unasked. On a CPU it is there too, but gains nothing over foreach's plain loop.
+_FUSED_BY_DEFAULT = ("cuda",)
+_LAYOUT, _DTYPE = attrgetter("layout"), attrgetter("dtype")
 
 
 def parameter_label(group_index: int, group: Group, index: int) -> str:
@@ -63,10 +68,39 @@ class Members(NamedTuple):
 
     def momentum_buffers(self) -> list[Tensor]:
         """One buffer a parameter; from zero the first step gives μ·0 + ∇L = ∇L, PyTorch's first buffer."""
-        for p, state in zip(self.params, self.states):
-            if "momentum_buffer" not in state:
-                state["momentum_buffer"] = torch.zeros_like(p)
-        return [state["momentum_buffer"] for state in self.states]
+        try:
+            return [*map(itemgetter("momentum_buffer"), self.states)]
+        except KeyError:
+            for p, state in zip(self.params, self.states):
+                if "momentum_buffer" not in state:
+                    state["momentum_buffer"] = torch.zeros_like(p)
+        return [*map(itemgetter("momentum_buffer"), self.states)]
+
+    def takes_fused(self, group: Group) -> bool:
+        """The user's word, or else whether PyTorch's fused kernel, the fastest, takes these tensors as they are."""
+        if group.get("fused") is not None or group["foreach"] is not None:
+            return bool(group.get("fused"))
+        if not self.params or self.params[0].device.type not in _FUSED_BY_DEFAULT or not self._of_one_place():
+            return False
+        lists = [self.params, self.grads, *([self.momentum_buffers()] if group["momentum"] != 0 else [])]
+        if all(all(map(Tensor.is_contiguous, tensors)) for tensors in lists):
+            return True
+        # The kernel refuses tensors that are not strided alike, or have gaps. A buffer was made without any.
+        strides = zip(*(map(Tensor.stride, tensors) for tensors in lists))
+        doubtful = [i for i, found in enumerate(strides) if len(lists) < 3 or found.count(found[0]) < 3]
+        return all(_strided_alike(*(tensors[i] for tensors in lists)) for i in doubtful)
+
+    def _of_one_place(self) -> bool:
+        """Whether all tensors are of one device and one real dtype: what one call of the kernel takes."""
+        dtypes = {*map(_DTYPE, self.params), *map(_DTYPE, self.grads)}
+        devices = {*map(Tensor.get_device, self.params)}
+        return len(dtypes) == len(devices) == 1 and dtypes.pop().is_floating_point
+
+
+def _strided_alike(*tensors: Tensor) -> bool:
+    """Whether all are contiguous, or all channels_last."""
+    formats = (torch.contiguous_format, torch.channels_last)
+    return any(all(x.is_contiguous(memory_format=f) for x in tensors) for f in formats)
 
 
 def members(optimizer: Optimizer, index: int) -> Members:
@@ -74,42 +108,44 @@ def members(optimizer: Optimizer, index: int) -> Members:
 
     One pass, because on a GPU the host's time for a step is easily longer than the device's.
     """
-    group, found = optimizer.param_groups[index], Members([], [], [])
-    for p in group["params"]:
-        grad = p.grad
-        if grad is None:
-            continue
-        if grad.layout != torch.strided:
-            check_dense_gradients(index, group)
-        found.params.append(p)
-        found.grads.append(grad)
-        found.states.append(optimizer.state[p])
-    return found
+    group, state = optimizer.param_groups[index], optimizer.state
+    params, grads = [*group["params"]], [p.grad for p in group["params"]]
+    if type(None) in map(type, grads):
+        params = [p for p, grad in zip(params, grads) if grad is not None]
+        grads = [grad for grad in grads if grad is not None]
+    if {*map(_LAYOUT, grads)} - {torch.strided}:
+        check_dense_gradients(index, group)
+    return Members(params, grads, [state[p] for p in params])
 
 
 def sgd_(group: Group, group_members: Members, lr: float | Tensor, weight_decay: float) -> None:
-    """``torch.optim.SGD``'s own step. A tensor as ``lr`` is not read by the host, so a CUDA graph may capture it."""
+    """``torch.optim.SGD``'s own step. A tensor as ``lr`` is not read by the host, so a CUDA graph may capture it.
+
+    Where the group names neither ``foreach`` nor ``fused``, the fused kernel is taken where it can be.
+    """
     params, grads, _ = group_members
     if not params:
         return
     momentum, nesterov, sign = group["momentum"], group["nesterov"], -1.0 if group["maximize"] else 1.0
     buffers = group_members.momentum_buffers() if momentum != 0 else []
     if not isinstance(lr, Tensor):
-        if nesterov and weight_decay == 0:
-            grads = [g.clone() for g in grads]  # PyTorch would add into p.grad itself: no weight decay made a copy
-        sgd(
-            params,
-            grads,
-            list(buffers) or [None] * len(params),
-            weight_decay=weight_decay,
-            momentum=momentum,
-            lr=lr,
-            dampening=0.0,
-            nesterov=nesterov,
-            maximize=group["maximize"],
-            foreach=group["foreach"],
-            fused=group.get("fused"),
-        )
+        options = {
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "lr": lr,
+            "dampening": 0.0,
+            "nesterov": nesterov,
+            "maximize": group["maximize"],
+        }
+        fused = group_members.takes_fused(group)
+        if fused and (not group.get("fused") or group_members._of_one_place()):
+            # What PyTorch's `sgd` comes to, without sorting the tensors by device and dtype.
+            torch._fused_sgd_(params, grads, buffers, **options, is_first_step=False)
+            return
+        if nesterov and weight_decay == 0 and not fused:
+            grads = list(torch._foreach_mul(grads, 1))  # PyTorch would add into p.grad itself: no decay made a copy
+        unused = [None] * len(params)
+        sgd(params, grads, list(buffers) or unused, **options, foreach=group["foreach"], fused=fused or None)  # type: ignore[arg-type]
         return
     updates = list(torch._foreach_mul(params, weight_decay))
     torch._foreach_add_(updates, grads, alpha=sign)

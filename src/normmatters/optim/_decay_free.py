@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from operator import attrgetter, itemgetter
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +17,8 @@ from normmatters.optim._common import Group, Members, host_value, is_capturing, 
 RESCALE_AT = 16.0
 # |cos(w, ∇L)| above which a weight is refused as not scale invariant; BN's eps and fp16 noise stay well below.
 INVARIANCE_TOLERANCE = 1e-2
+
+_PLACE = attrgetter("device", "dtype")
 
 Scalar = TypeVar("Scalar", float, Tensor)
 
@@ -113,6 +116,8 @@ class WeightDecayFree(Optimizer):
         """
         capturable = group["capturable"]
         one_by_one = group["foreach"] is False and not capturable
+        if not one_by_one and self._is_one_cohort(capturable, found):
+            return [found]
         fresh: dict[Any, dict[str, Tensor]] = {}
         cohorts: dict[Any, Members] = {}
         for p, grad, state in zip(*found):
@@ -129,6 +134,14 @@ class WeightDecayFree(Optimizer):
             cohort.grads.append(grad)
             cohort.states.append(state)
         return list(cohorts.values())
+
+    def _is_one_cohort(self, capturable: bool, found: Members) -> bool:
+        """Whether all members step together, as in nearly every step: asked by `map`, as the loop takes long."""
+        if not found.params or not all("alpha" in state for state in found.states):
+            return False
+        alphas = map(itemgetter("alpha"), found.states)
+        histories = map(id, alphas) if capturable else map(itemgetter(*(n for n, _ in self._scalars)), found.states)
+        return len({*histories}) == 1 and len({*map(_PLACE, found.params)}) == 1
 
     def _store(self, group: Group, cohort: Members, values: tuple[Any, ...]) -> None:
         """Write a cohort's new scalars; tensors (shared by the cohort) in place, so that a graph finds them again."""

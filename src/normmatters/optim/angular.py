@@ -34,7 +34,7 @@ from normmatters.optim._common import (
 from normmatters.optim._turning import check_angle, check_turnable, first_norms
 from normmatters.optim._wrapper import OptimizerWrapper
 from normmatters.optim.equilibrium import filter_sums
-from normmatters.optim.multi_tensor import rotate_channels_
+from normmatters.optim.multi_tensor import ChannelTurner, Momentum
 
 
 class AngularSGD(Optimizer):
@@ -93,12 +93,12 @@ class AngularSGD(Optimizer):
             # With it the group's lr is the angle itself.
             "lr_is_angle": angle is not None,
         }
-        self._cache: dict[int, dict[Any, Any]] = {}  # what the kernel remembers of each group; no state, never saved
+        self._turners: dict[int, ChannelTurner] = {}  # of each group; no state, never saved
         super().__init__(params, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._cache = {}
+        self._turners = {}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         param_group = dict(param_group)
@@ -166,17 +166,13 @@ class AngularSGD(Optimizer):
 
     def _turn(self, index: int, group: Group, found: Members) -> None:
         params, grads, states = found
-        sign, momentum = -1.0 if group["maximize"] else 1.0, group["momentum"]
-        directions, angle = grads, sign * self._angle(group)
-        if momentum != 0:
-            directions, angle = found.momentum_buffers(), self._angle(group)
-            torch._foreach_mul_(directions, momentum)
-            torch._foreach_add_(directions, grads, alpha=sign)
-            if group["nesterov"]:
-                directions = list(torch._foreach_mul(directions, momentum))
-                torch._foreach_add_(directions, grads, alpha=sign)
-        norms = [state["norm"] for state in states]
-        rotate_channels_(params, directions, grads, norms, angle, group["dim"], self._cache.setdefault(index, {}))
+        sign, angle = -1.0 if group["maximize"] else 1.0, self._angle(group)
+        norms, turn = [state["norm"] for state in states], self._turners.setdefault(index, ChannelTurner())
+        if group["momentum"] == 0:
+            turn(params, grads, grads, norms, sign * angle, group["dim"])
+            return
+        momentum = Momentum(group["momentum"], sign, group["nesterov"])
+        turn(params, found.momentum_buffers(), grads, norms, angle, group["dim"], momentum)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in ``torch.optim``; norms keep the dtype they were saved in, which may be more than the parameter's."""
@@ -212,7 +208,7 @@ class Angular(OptimizerWrapper):
         super().__init__(optimizer)
         if isinstance(optimizer, AngularSGD | Angular):
             raise TypeError(f"{type(optimizer).__name__} sets its angle already")
-        self._cache: dict[int, dict[Any, Any]] = {}
+        self._turners: dict[int, ChannelTurner] = {}
         self._norms: dict[Tensor, Tensor] = {}
         self._own_defaults = {"angle": angle, "dim": dim, "angular": True}
         # All groups are checked before the first is changed.
@@ -276,7 +272,8 @@ class Angular(OptimizerWrapper):
             new |= first_norms(i, group, self._norms)
             params[i] = [p for p in group["params"] if p.grad is not None]
         self._norms |= new
-        before = {i: [p.detach().clone() for p in params[i]] for i, _ in angular}
+        # By 1: a copy of all in few launches.
+        before = {i: list(torch._foreach_mul(params[i], 1)) for i, _ in angular if params[i]}
         # PyTorch's Nesterov adds into the gradients, and whether a neuron had one is asked after the step.
         grads: dict[int, list[Tensor]] = {}
         for i, group in angular:
@@ -298,8 +295,8 @@ class Angular(OptimizerWrapper):
                 continue
             # The parameters become the update, the copies turn towards it, and come back: no third buffer.
             torch._foreach_sub_(params[i], before[i])
-            norms, cache = [self._norms[p] for p in params[i]], self._cache.setdefault(i, {})
-            rotate_channels_(before[i], params[i], grads[i], norms, -self._angle(group), group["dim"], cache)
+            norms, turn = [self._norms[p] for p in params[i]], self._turners.setdefault(i, ChannelTurner())
+            turn(before[i], params[i], grads[i], norms, -self._angle(group), group["dim"])
             torch._foreach_copy_(params[i], before[i])
         return loss
 

@@ -1,6 +1,6 @@
 """Row arithmetic over lists of weights: the one place where optimizers and the recorder touch the numbers.
 
-`rotate_channels_` and `ChannelMeter` are the boundary: plain PyTorch for any tensor, one Triton launch for all weights
+`ChannelTurner` and `ChannelMeter` are the boundary: plain PyTorch for any tensor, one Triton launch for all weights
 on a GPU whose channels are rows.
 """
 
@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-from typing import Any
+from itertools import chain
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +21,7 @@ _HAS_TRITON = importlib.util.find_spec("triton") is not None
 _LAUNCH_ON = ("cuda",)  # devices whose weights go to the kernels, where Triton is installed
 _ROW_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _LONGEST_ROW = 2**16  # one program goes along a whole row; a longer one is better off with many
+_DTYPE, _SHAPE = attrgetter("dtype"), attrgetter("shape")
 
 
 def rotate_channel_(
@@ -58,56 +61,91 @@ def rotate_channel_(
     weight.copy_(theta.cos() * (rho / length) * w - theta.sin() * (rho / size) * perpendicular)
 
 
-def rotate_channels_(
-    weights: list[Tensor],
-    directions: list[Tensor],
-    grads: list[Tensor],
-    norms: list[Tensor],
-    angle: float | Tensor,
-    dim: int | None,
-    cache: dict[Any, Any],
-) -> None:
-    """`rotate_channel_` for lists of tensors; all that one launch can take go into one launch.
+class Momentum(NamedTuple):
+    """How a buffer b takes in the gradient before its weight turns away from it: b ← decay·b + sign·g.
 
-    ``cache`` belongs to the caller and keeps the angle's place on each device from step to step.
+    In Nesterov's form the weight turns away from decay·b + sign·g.
     """
-    by_device: dict[torch.device, list[int]] = {}
-    for i, weight in enumerate(weights):
-        if (
-            dim == 0
-            and _HAS_TRITON
-            and weight.device.type in _LAUNCH_ON
-            and weight.dtype == torch.float32
-            and _one_layout(weight, directions[i], grads[i])
-        ):
-            by_device.setdefault(weight.device, []).append(i)
-        else:
-            rotate_channel_(weight, directions[i], grads[i], norms[i], angle, dim)
-    for members in by_device.values():
-        lists = ([xs[i] for i in members] for xs in (weights, directions, grads, norms))
-        rotate_rows_triton_(*lists, angle=angle, cache=cache)
+
+    decay: float
+    sign: float = 1.0
+    nesterov: bool = False
+
+    def take_in_(self, buffers: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
+        """The directions; the buffers themselves, or in Nesterov's form new tensors."""
+        torch._foreach_mul_(buffers, self.decay)
+        torch._foreach_add_(buffers, grads, alpha=self.sign)
+        if not self.nesterov:
+            return buffers
+        directions = list(torch._foreach_mul(buffers, self.decay))
+        torch._foreach_add_(directions, grads, alpha=self.sign)
+        return directions
 
 
-def rotate_rows_triton_(
-    weights: list[Tensor],
-    directions: list[Tensor],
-    grads: list[Tensor],
-    norms: list[Tensor],
-    *,
-    angle: float | Tensor,
-    cache: dict[Any, Any],
-) -> None:
-    """The Triton launch, for float32 tensors of one device whose rows are dense and of one layout."""
-    from normmatters.kernels.triton.rotate_rows import rotate_rows_  # triton is there only where GPUs are
+class ChannelTurner:
+    """`rotate_channel_` for lists of tensors, one launch for all that one launch can take.
 
-    device = weights[0].device
-    theta = cache.setdefault(device, torch.zeros((), device=device))
-    if isinstance(angle, Tensor):
-        theta.copy_(angle)
-    else:
-        theta.fill_(angle)
-    with _current(device):
-        rotate_rows_(weights, directions, grads, norms, theta)
+    It remembers from step to step which these are, and looks again only where a shape, a stride, a dtype or a device is
+    another one. What it remembers is no state: nothing of it need be saved.
+    """
+
+    def __init__(self) -> None:
+        self._known: Any = None
+        self._launches: list[tuple[list[int], Any]] = []
+        self._plain: list[int] = []
+
+    def __call__(
+        self,
+        weights: list[Tensor],
+        directions: list[Tensor],
+        grads: list[Tensor],
+        norms: list[Tensor],
+        angle: float | Tensor,
+        dim: int | None,
+        momentum: Momentum | None = None,
+    ) -> None:
+        """As in `rotate_channel_`; with ``momentum`` the directions are buffers that take in the gradients first."""
+        lists = (weights, directions, grads)
+        # By `map`: for the many tensors of a model this is most of the host's time for a step.
+        layouts = [[*map(read, chain(*lists))] for read in (Tensor.stride, Tensor.get_device, _DTYPE)]
+        known = (layouts, [*map(_SHAPE, weights)], dim, momentum is not None and (momentum.nesterov,))
+        if known != self._known:
+            self._plan(*lists, dim, momentum)
+            self._known = known
+        if self._plain:
+            ws, ds, gs = ([xs[i] for i in self._plain] for xs in lists)
+            ds = ds if momentum is None else momentum.take_in_(ds, gs)
+            for i, w, d, g in zip(self._plain, ws, ds, gs):
+                rotate_channel_(w, d, g, norms[i], angle, dim)
+        decay, sign = (0.0, 1.0) if momentum is None else momentum[:2]
+        for members, plan in self._launches:
+            chosen = ([xs[i] for i in members] for xs in (*lists, norms))
+            with _current(weights[members[0]].device):
+                plan(*chosen, angle, decay, sign)
+
+    def _plan(
+        self,
+        weights: list[Tensor],
+        directions: list[Tensor],
+        grads: list[Tensor],
+        dim: int | None,
+        momentum: Momentum | None,
+    ) -> None:
+        by_device: dict[torch.device, list[int]] = {}
+        self._plain = []
+        for i, weight in enumerate(weights):
+            if dim == 0 and _is_rows(weight, torch.float32) and _one_layout(weight, directions[i], grads[i]):
+                by_device.setdefault(weight.device, []).append(i)
+            else:
+                self._plain.append(i)
+        self._launches = []
+        for members in by_device.values():
+            from normmatters.kernels.triton import rotate_rows  # triton is there only where GPUs are
+
+            form = rotate_rows.GIVEN
+            if momentum is not None:
+                form = rotate_rows.NESTEROV if momentum.nesterov else rotate_rows.MOMENTUM
+            self._launches.append((members, rotate_rows.RotationPlan([weights[i] for i in members], form)))
 
 
 class ChannelMeter:
@@ -124,8 +162,8 @@ class ChannelMeter:
         self.row = torch.zeros(total * (2 if angle else 1), dtype=channels.dtype, device=channels.device)
         self.previous: list[Tensor] = []
         self._channels, self._angle = channels, angle
-        self._places: list[Any] = []
-        self._launches: dict[torch.dtype, list[int]] = {}
+        self._places: Any = None
+        self._launches: list[Any] = []
         self._plain: list[int] = []
         self._norms = self.row[:total].split(channels.sizes)
         self._tangents = self.row[total:].split(channels.sizes) if angle else ()
@@ -136,45 +174,50 @@ class ChannelMeter:
         """Take the weights of now as those of the last reading."""
         if self._angle:
             self.previous = [w.detach().clone() for w in self._channels.weights]
-        self._places = []
+        self._places = None
 
     @torch.no_grad()
     def read_(self) -> Tensor:
         """Measure all channels; returns `row`, which the next reading overwrites. No host sync."""
         # A model may be moved or change its memory format; asking is cheaper than planning anew every time.
-        places = [(w.data_ptr(), w.stride(), w.dtype) for w in self._channels.weights]
+        places = [[*map(read, self._channels.weights)] for read in (Tensor.data_ptr, Tensor.stride, _DTYPE)]
         if places != self._places:
-            self._places, self._launches, self._plain = places, {}, []
-            for i, weight in enumerate(self._channels.weights):
-                if self._takes_rows(i, weight):
-                    self._launches.setdefault(weight.dtype, []).append(i)
-                else:
-                    self._plain.append(i)
+            self._plan()
+            self._places = places
         if self._plain:
             self._read_plain(self._plain)
-        for members in self._launches.values():
-            self._launch(members)
+        if self._launches:
+            with _current(self.row.device):
+                for launch in self._launches:
+                    launch()
         return self.row
+
+    def _plan(self) -> None:
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        self._plain = []
+        for i, weight in enumerate(self._channels.weights):
+            if self._takes_rows(i, weight):
+                by_dtype.setdefault(weight.dtype, []).append(i)
+            else:
+                self._plain.append(i)
+        self._launches = [self._launch_of(members) for members in by_dtype.values()]
 
     def _takes_rows(self, i: int, weight: Tensor) -> bool:
         """Whether the kernel reads this weight."""
         return (
-            _HAS_TRITON
-            and weight.device.type in _LAUNCH_ON
-            and self._channels.dims[i] == 0
-            and weight.dtype in _ROW_DTYPES
+            self._channels.dims[i] == 0
+            and _is_rows(weight, *_ROW_DTYPES)
             and weight.device == self.row.device
             and self.row.dtype == torch.float32
             and weight.numel() <= _LONGEST_ROW * weight.shape[0]
             and _one_layout(weight, *self.previous[i : i + 1])
         )
 
-    def _launch(self, members: list[int]) -> None:
-        from normmatters.kernels.triton.row_norms import row_norms_  # triton is there only where GPUs are
+    def _launch_of(self, members: list[int]) -> Any:
+        from normmatters.kernels.triton.row_norms import RowNormsPlan  # triton is there only where GPUs are
 
         lists = [self._channels.weights, self._norms, *((self.previous, self._tangents) if self._angle else ())]
-        with _current(self.row.device):
-            row_norms_(*([xs[i] for i in members] for xs in lists))
+        return RowNormsPlan(*([xs[i] for i in members] for xs in lists))
 
     def _read_plain(self, members: list[int]) -> None:
         weights, dims = self._channels.weights, self._channels.dims
@@ -196,6 +239,12 @@ class ChannelMeter:
 
 def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def _is_rows(weight: Tensor, *dtypes: torch.dtype) -> bool:
+    """Whether it is a whole tensor of one of these dtypes in a place where the kernels run."""
+    whole = not hasattr(weight, "full_tensor")  # no shard of a DTensor
+    return _HAS_TRITON and weight.device.type in _LAUNCH_ON and weight.dtype in dtypes and whole
 
 
 def _one_layout(weight: Tensor, *others: Tensor) -> bool:

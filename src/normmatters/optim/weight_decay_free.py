@@ -33,9 +33,6 @@ from normmatters.optim._decay_free import WeightDecayFree, rescale_factor
 
 Scalar = TypeVar("Scalar", float, Tensor)
 
-# Where fused=None means the fused kernel. On a CPU it is there too, but gains nothing over foreach's plain loop.
-_FUSED_BY_DEFAULT = ("cuda",)
-
 
 def largest_decay(momentum: float, nesterov: bool = False) -> float:
     """The largest lr · weight_decay that has a weight-decay-free form: (1−√μ)², Nesterov ((1−μ)/(1+μ))².
@@ -156,7 +153,7 @@ class WeightDecayFreeSGD(WeightDecayFree):
         plans = [(group, cohort, self._next(group, cohort)) for group, cohort in cohorts]
         for group, found in plain:
             lr = group["lr"] if group["capturable"] else host_value(group["lr"])
-            sgd_(group | {"fused": _takes_fused(group, found) or None}, found, lr, group["weight_decay"])
+            sgd_(group, found, lr, group["weight_decay"])
         for group, cohort, (lr, new_alpha, new_kappa) in plans:
             self._move(group, cohort, lr, new_alpha)
             factor = rescale_factor(new_alpha)
@@ -190,10 +187,12 @@ class WeightDecayFreeSGD(WeightDecayFree):
         """V ← μV + ∇L and w ← w − η α_t α_{t+1} V, or Nesterov's form of it."""
         params, grads, (state, *_) = cohort
         step_size = lr * state["alpha"] * new_alpha
-        if _takes_fused(group, cohort):
+        momentum, pending, sign = group["momentum"], state["pending"], -1.0 if group["maximize"] else 1.0
+        if not group["nesterov"] and not group["capturable"] and cohort.takes_fused(group):
+            if momentum != 0 and pending != 1:  # left by a run on the device, where it waits for the next step
+                _scale_(cohort.momentum_buffers(), pending)
             sgd_(group | {"fused": True}, cohort, step_size, 0.0)
             return
-        momentum, pending, sign = group["momentum"], state["pending"], -1.0 if group["maximize"] else 1.0
         if momentum == 0:
             _add_(params, grads, -sign * step_size)
             return
@@ -207,26 +206,6 @@ class WeightDecayFreeSGD(WeightDecayFree):
             _scale_(buffers, momentum * pending)
             _add_(buffers, grads, sign)
             _add_(params, buffers, -step_size)
-
-
-def _takes_fused(group: Group, found: Members) -> bool:
-    """The user's word, or else whether PyTorch's fused kernel, the fastest, takes these tensors."""
-    if group["fused"] is not None or group["foreach"] is not None:
-        return bool(group["fused"])
-    if group["nesterov"] or group["capturable"] or not found.params:
-        return False
-    if found.params[0].device.type not in _FUSED_BY_DEFAULT or not all(map(torch.is_floating_point, found.params)):
-        return False
-    buffers = found.momentum_buffers() if group["momentum"] != 0 else found.params
-    lists = (found.params, found.grads, buffers)
-    # The kernel refuses tensors that are not strided alike. `map` first: this is host time in every step.
-    return all(all(map(Tensor.is_contiguous, tensors)) for tensors in lists) or all(map(_strided_alike, *lists))
-
-
-def _strided_alike(*tensors: Tensor) -> bool:
-    """Whether all are contiguous, or all channels_last."""
-    formats = (torch.contiguous_format, torch.channels_last)
-    return any(all(x.is_contiguous(memory_format=f) for x in tensors) for f in formats)
 
 
 def _scale_(xs: list[Tensor], scale: float | Tensor) -> None:

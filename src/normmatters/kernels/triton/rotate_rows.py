@@ -1,10 +1,13 @@
 """Turn every row of many matrices by one angle, in one launch: the kernel behind `normmatters.optim.AngularSGD`.
 
-A program takes a tile of rows: their dot products, then the part of the direction that is orthogonal to each, then the
-turned rows. They are read from DRAM once and found in cache after that, so the launch costs three reads and one write.
+A program takes a tile of rows: their momentum, their dot products, then the part of the direction that is orthogonal to
+each, then the turned rows. They are read from DRAM once and found in cache after that, so the launch costs three reads
+and one write, and with momentum one write more.
 """
 
 from __future__ import annotations
+
+from itertools import chain
 
 import torch
 import triton
@@ -12,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from normmatters.kernels.triton.rows import (
-    addresses_of,
+    address_table,
     aligned,
     load_pointer,
     load_rows,
@@ -21,9 +24,27 @@ from normmatters.kernels.triton.rows import (
     tables_of,
 )
 
+# What a direction is: as it is given, a momentum buffer that takes in the gradient first, or Nesterov's form of that.
+GIVEN, MOMENTUM, NESTEROV = 0, 1, 2
+
 
 @triton.jit
-def _rotate(w_ptr, d_ptr, g_ptr, norm_ptr, cos, sin, tolerance, first, rows, n, R: tl.constexpr, B: tl.constexpr):
+def _rotate(
+    w_ptr,
+    d_ptr,
+    g_ptr,
+    norm_ptr,
+    angle,
+    tolerance,
+    momentum,
+    sign,
+    first,
+    rows,
+    n,
+    FORM: tl.constexpr,
+    R: tl.constexpr,
+    B: tl.constexpr,
+):
     row = first + tl.arange(0, R).to(tl.int64)
     column = tl.arange(0, B)
     norm = tl.load(norm_ptr + row, mask=row < rows, other=0.0)
@@ -35,59 +56,112 @@ def _rotate(w_ptr, d_ptr, g_ptr, norm_ptr, cos, sin, tolerance, first, rows, n, 
         w = load_rows(w_ptr, row, start + column, rows, n)
         d = load_rows(d_ptr, row, start + column, rows, n)
         g = load_rows(g_ptr, row, start + column, rows, n)
+        if FORM > 0:
+            d = momentum * d + sign * g
+            store_rows(d_ptr, d, row, start + column, rows, n)
+        if FORM == 2:
+            d = momentum * d + sign * g
         ww += w * w
         wd += w * d
         dd += d * d
         gg = tl.maximum(gg, tl.abs(g))  # a square could underflow to zero
     length2 = tl.sum(ww, axis=1)
     along = tl.sum(wd, axis=1) / length2
+    if FORM > 0:
+        tl.debug_barrier()  # what one thread has stored another may load below
 
     pp = tl.zeros((R, B), tl.float32)
     for start in range(0, n, B):
         w = load_rows(w_ptr, row, start + column, rows, n)
+        d = load_rows(d_ptr, row, start + column, rows, n)
+        if FORM == 2:
+            d = momentum * d + sign * load_rows(g_ptr, row, start + column, rows, n)
         # Subtract first, square after: dd − wd²/ww would lose the digits of a direction that is nearly along w.
-        p = load_rows(d_ptr, row, start + column, rows, n) - along[:, None] * w
+        p = d - along[:, None] * w
         pp += p * p
     perpendicular = tl.sqrt_rn(tl.sum(pp, axis=1))
 
     turns = (tl.max(gg, axis=1) > 0) & (perpendicular > tolerance * tl.sqrt_rn(tl.sum(dd, axis=1)))
-    a = tl.where(turns, cos, 1.0) * norm / tl.sqrt_rn(length2)
-    b = tl.where(turns, sin * norm / tl.where(turns, perpendicular, 1.0), 0.0)
+    a = tl.where(turns, tl.cos(angle), 1.0) * norm / tl.sqrt_rn(length2)
+    b = tl.where(turns, tl.sin(angle) * norm / tl.where(turns, perpendicular, 1.0), 0.0)
     for start in range(0, n, B):
         w = load_rows(w_ptr, row, start + column, rows, n)
-        p = load_rows(d_ptr, row, start + column, rows, n) - along[:, None] * w
+        d = load_rows(d_ptr, row, start + column, rows, n)
+        if FORM == 2:
+            d = momentum * d + sign * load_rows(g_ptr, row, start + column, rows, n)
+        p = d - along[:, None] * w
         store_rows(w_ptr, a[:, None] * w - b[:, None] * p, row, start + column, rows, n)
 
 
 @triton.jit
-def _rotate_rows(addresses_ptr, layers_ptr, tasks_ptr, angle_ptr, tensors, tolerance, WIDE: tl.constexpr):
+def _rotate_rows(
+    addresses_ptr,
+    layers_ptr,
+    tasks_ptr,
+    angle_ptr,
+    tensors,
+    angle,
+    tolerance,
+    momentum,
+    sign,
+    FORM: tl.constexpr,
+    ON_DEVICE: tl.constexpr,
+    WIDE: tl.constexpr,
+):
     t, first, rows, n, _offset, _before = load_task(layers_ptr, tasks_ptr, tensors, WIDE)
     w_ptr = load_pointer(addresses_ptr, t, tl.float32, WIDE)
     d_ptr = load_pointer(addresses_ptr, tensors + t, tl.float32, WIDE)
     g_ptr = load_pointer(addresses_ptr, 2 * tensors + t, tl.float32, WIDE)
     norm_ptr = load_pointer(addresses_ptr, 3 * tensors + t, tl.float32, 1)
-    cos = tl.cos(tl.load(angle_ptr))
-    sin = tl.sin(tl.load(angle_ptr))
+    if ON_DEVICE:
+        angle = tl.load(angle_ptr)
     if n <= 128:
-        _rotate(w_ptr, d_ptr, g_ptr, norm_ptr, cos, sin, tolerance, first, rows, n, 16, 128)
+        _rotate(w_ptr, d_ptr, g_ptr, norm_ptr, angle, tolerance, momentum, sign, first, rows, n, FORM, 16, 128)
     elif n <= 512:
-        _rotate(w_ptr, d_ptr, g_ptr, norm_ptr, cos, sin, tolerance, first, rows, n, 4, 512)
+        _rotate(w_ptr, d_ptr, g_ptr, norm_ptr, angle, tolerance, momentum, sign, first, rows, n, FORM, 4, 512)
     else:
-        _rotate(w_ptr, d_ptr, g_ptr, norm_ptr, cos, sin, tolerance, first, rows, n, 1, 2048)
+        _rotate(w_ptr, d_ptr, g_ptr, norm_ptr, angle, tolerance, momentum, sign, first, rows, n, FORM, 1, 2048)
 
 
-def rotate_rows_(
-    weights: list[Tensor], directions: list[Tensor], grads: list[Tensor], norms: list[Tensor], angle: Tensor
-) -> None:
-    """Turn each row of ``weights`` by ``angle`` (0-dim float32) away from ``directions``; see `multi_tensor`.
+class RotationPlan:
+    """The launches for one list of weights: all that follows from their shapes.
 
     Args:
-        weights, directions, grads: float32 tensors of one device whose slices along dimension 0 are dense in memory,
-            the three of one weight strided alike.
-        norms: for each weight the new norm of its rows, dense.
+        weights: float32 tensors of one device whose slices along dimension 0 are dense in memory.
+        form: `GIVEN`, `MOMENTUM` or `NESTEROV`.
     """
-    tables, addresses = tables_of(weights), addresses_of(weights, directions, grads, norms)
-    for wide, tasks in tables.launches(aligned=aligned(weights, directions, grads)):
-        _rotate_rows[(len(tasks),)](
-            addresses, tables.layers, tasks, angle, len(weights), 16 * torch.finfo(torch.float32).eps, WIDE=wide
-        )
+
+    def __init__(self, weights: list[Tensor], form: int = GIVEN) -> None:
+        self._tables = tables_of(weights)
+        self._device = weights[0].device
+        self._launches = {
+            on_device: self._tables.launches(_rotate_rows, {"FORM": form, "ON_DEVICE": on_device})
+            for on_device in (True, False)
+        }
+
+    def __call__(
+        self,
+        weights: list[Tensor],
+        directions: list[Tensor],
+        grads: list[Tensor],
+        norms: list[Tensor],
+        angle: float | Tensor,
+        momentum: float = 0.0,
+        sign: float = 1.0,
+    ) -> None:
+        """Turn each row of ``weights`` by ``angle`` away from ``directions``; see `multi_tensor`.
+
+        Args:
+            weights: as those that the plan was made for.
+            directions, grads: each strided as its weight. With momentum b ← momentum·b + sign·g is written to
+                ``directions``, and the rows turn away from it, or in Nesterov's form from momentum·b + sign·g.
+            norms: for each weight the new norm of its rows, dense.
+            angle: in radians; a tensor is not read by the host.
+        """
+        pointers = [*map(Tensor.data_ptr, chain(weights, directions, grads))]
+        addresses = address_table([*pointers, *map(Tensor.data_ptr, norms)], self._device)
+        on_device = isinstance(angle, Tensor)
+        place = angle.to(self._device, torch.float32) if isinstance(angle, Tensor) else addresses
+        numbers = (0.0 if isinstance(angle, Tensor) else angle, 16 * torch.finfo(torch.float32).eps, momentum, sign)
+        for launch, tasks in self._launches[on_device][aligned(pointers)]:
+            launch((addresses, self._tables.layers, tasks, place), numbers)

@@ -6,13 +6,15 @@ two reads and one write of the weights, without them one read. Every sum has one
 
 from __future__ import annotations
 
+from itertools import chain
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from normmatters.kernels.triton.rows import (
-    addresses_of,
+    address_table,
     aligned,
     load_pointer,
     load_rows,
@@ -83,29 +85,34 @@ def _row_norms(
         _measure(w_ptr, b_ptr, norm_ptr, tangent_ptr, first, rows, n, ANGLE, 1, 2048)
 
 
-def row_norms_(
-    weights: list[Tensor],
-    norms: list[Tensor],
-    previous: list[Tensor] | None = None,
-    tangents: list[Tensor] | None = None,
-) -> None:
-    """Write the norm of each row of ``weights`` into ``norms``; with ``previous`` also how far each row turned.
+class RowNormsPlan:
+    """The launches for one list of weights and the places of their results; the same for every reading.
 
     Args:
         weights: tensors of one device and one dtype of `TYPES` whose slices along dimension 0 are dense in memory.
-        norms: for each weight `[rows]` float32, dense.
+        norms: for each weight `[rows]` float32, dense: the norm of each row will be written there.
         previous: the weights of before, each strided as its weight; overwritten by the weights.
         tangents: as ``norms``: tan(θ/2) of the angle θ between the rows of before and of now; nan where a norm is 0.
     """
-    angles = [] if previous is None or tangents is None else [previous, tangents]
-    tables, addresses = tables_of(weights), addresses_of(norms, weights, *angles)
-    for wide, tasks in tables.launches(aligned=aligned(weights, *angles[:1])):
-        _row_norms[(len(tasks),)](
-            addresses,
-            tables.layers,
-            tasks,
-            len(weights),
-            TYPE=TYPES[weights[0].dtype],
-            ANGLE=bool(angles),
-            WIDE=wide,
-        )
+
+    def __init__(
+        self,
+        weights: list[Tensor],
+        norms: list[Tensor],
+        previous: list[Tensor] | None = None,
+        tangents: list[Tensor] | None = None,
+    ) -> None:
+        angles = [] if previous is None or tangents is None else [previous, tangents]
+        self._tables = tables_of(weights)
+        self._device = weights[0].device
+        self._tensors = [*chain(norms, weights, *angles)]  # kept, as the kernel has nothing but their addresses
+        self._pointers = [x.data_ptr() for x in self._tensors]
+        constants = {"TYPE": TYPES[weights[0].dtype], "ANGLE": bool(angles)}
+        wide = aligned([x.data_ptr() for x in chain(weights, *angles[:1])])
+        self._launches = self._tables.launches(_row_norms, constants)[wide]
+
+    def __call__(self) -> None:
+        """Measure the weights as they are now."""
+        addresses = address_table(self._pointers, self._device)
+        for launch, tasks in self._launches:
+            launch((addresses, self._tables.layers, tasks))

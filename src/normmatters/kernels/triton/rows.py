@@ -8,13 +8,16 @@ the addresses of the tensors, and is sent again only if they change.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+import functools
+import operator
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from normmatters.kernels.triton.launch import Launch
 
 # Tiles of 2048 elements: rows, and the longest row that each is for. The last one goes along longer rows in steps.
 # Kernels choose among them by the same numbers.
@@ -78,9 +81,17 @@ class Tables(NamedTuple):
     rows: int
     numel: int  # of the flat buffer
 
-    def launches(self, *, aligned: bool) -> Iterator[tuple[int, Tensor]]:
-        """Elements a load, and the tasks, of each launch: one for rows that allow wide loads, one for the others."""
-        return ((wide if aligned else 1, tasks) for wide, tasks in self.tasks)
+    def launches(self, kernel: Any, constants: dict[str, Any]) -> dict[bool, list[tuple[Launch, Tensor]]]:
+        """For tensors that are all `aligned` and for others: a launch and its tasks for rows that allow wide loads, and
+        one for the rest. The kernel's one integer is the number of tensors, its last constant WIDE."""
+        return {
+            aligned: [
+                (Launch(kernel, (len(tasks), 1), (self.layers.shape[1],), {**constants, "WIDE": width}), tasks)
+                for wide, tasks in self.tasks
+                for width in (wide if aligned else 1,)
+            ]
+            for aligned in (True, False)
+        }
 
 
 _tables: dict[tuple[torch.device, tuple[tuple[int, int], ...]], Tables] = {}
@@ -117,11 +128,6 @@ def tables_of(tensors: list[Tensor]) -> Tables:
     return _tables[device, shapes]
 
 
-def addresses_of(*lists: list[Tensor]) -> Tensor:
-    """The addresses of all tensors, int64 [lists · tensors], on their device."""
-    return address_table([x.data_ptr() for tensors in lists for x in tensors], lists[0][0].device)
-
-
 def address_table(pointers: list[int], device: torch.device) -> Tensor:
     """These addresses as a tensor on ``device``, int64."""
     if device.type != "cuda":
@@ -133,14 +139,15 @@ def address_table(pointers: list[int], device: torch.device) -> Tensor:
         return table
     # A table belongs to the stream that fills it, so that it is neither read too early nor freed too early.
     key = (device, torch.cuda.current_stream(device).cuda_stream, tuple(pointers))
-    if key not in _addresses:
+    found = _addresses.get(key)  # once: another thread may clear them
+    if found is None:
         if len(_addresses) >= _MAX_ADDRESS_TABLES:
             _addresses.clear()
         # Pinned, so that the host need not wait for the device.
-        _addresses[key] = torch.tensor(pointers).pin_memory().to(device, non_blocking=True)
-    return _addresses[key]
+        found = _addresses[key] = torch.tensor(pointers).pin_memory().to(device, non_blocking=True)
+    return found
 
 
-def aligned(*lists: list[Tensor]) -> bool:
-    """Whether every tensor begins where a wide load may."""
-    return all(x.data_ptr() % 16 == 0 for tensors in lists for x in tensors)
+def aligned(pointers: list[int]) -> bool:
+    """Whether a wide load may begin at each of these addresses."""
+    return not functools.reduce(operator.or_, pointers) & 15

@@ -17,9 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from normmatters.kernels.triton.launch import Launch
 from normmatters.kernels.triton.rows import (
     address_table,
+    aligned,
     clear_gap,
     load_pointer,
     load_rows,
@@ -163,15 +163,8 @@ class Plan:
         self._tables = tables_of(list(v))
         forward: dict[str, Any] = {"P": p, "V": DTYPES[v[0].dtype]}
         backward = {**forward, "G": DTYPES[dtype]}
-        self._forward = {aligned: self._launches(forward_kernel, forward, aligned) for aligned in (True, False)}
-        self._backward = {aligned: self._launches(backward_kernel, backward, aligned) for aligned in (True, False)}
-
-    def _launches(self, kernel: Any, constants: dict[str, Any], aligned: bool) -> list[tuple[Launch, Tensor]]:
-        tensors = self._tables.layers.shape[1]
-        return [
-            (Launch(kernel, (len(tasks), 1), (tensors,), {**constants, "WIDE": wide}), tasks)
-            for wide, tasks in self._tables.launches(aligned=aligned)
-        ]
+        self._forward = self._tables.launches(forward_kernel, forward)
+        self._backward = self._tables.launches(backward_kernel, backward)
 
     def forward(self, v: Sequence[Tensor], rho: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """All weights in one flat buffer, at ``places_of`` their sizes and in the memory order of v; and all norms.
@@ -184,7 +177,7 @@ class Plan:
         addresses = address_table(pointers + [x.data_ptr() for x in rho], v[0].device)
         w = torch.empty(self._tables.numel, dtype=self.dtype, device=v[0].device)
         norms = torch.empty(self._tables.rows, dtype=torch.float32, device=v[0].device)
-        for launch, tasks in self._forward[_aligned(pointers)]:
+        for launch, tasks in self._forward[aligned(pointers)]:
             launch((addresses, self._tables.layers, tasks, w, norms))
         return w, norms
 
@@ -194,11 +187,6 @@ class Plan:
         addresses = address_table(pointers + [x.data_ptr() for x in rho], v[0].device)
         gradients = address_table(g, v[0].device)
         dv = torch.empty(self._tables.numel, dtype=v[0].dtype, device=v[0].device)
-        for launch, tasks in self._backward[_aligned(pointers + g)]:
+        for launch, tasks in self._backward[aligned(pointers + g)]:
             launch((addresses, gradients, self._tables.layers, tasks, dv, norms))
         return dv
-
-
-def _aligned(pointers: list[int]) -> bool:
-    """Whether a wide load may begin at each of these addresses."""
-    return all(pointer % 16 == 0 for pointer in pointers)
