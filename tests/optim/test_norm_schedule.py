@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -232,3 +233,13 @@ def test_unknown_state_is_refused_before_a_weight_moves() -> None:
     with pytest.raises(ValueError, match=r"state 'momentum_buffer' of '0\.weight'"):
         schedule.step()
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+def test_the_schedulers_own_optimizer_causes_no_warning() -> None:
+    model = convnet()
+    optimizer = SGD(groups(model, 0.0), lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # PyTorch warns of a scheduler that steps before its optimizer
+        schedule = NormSchedule(optimizer, lambda opt: MultiStepLR(opt, [1]), weights(model))
+        train(model, optimizer, range(2), lambda _: schedule.step())
+    assert optimizer.param_groups[0]["lr"] == 0.1
