@@ -408,3 +408,15 @@ def test_record_and_correct_under_ddp() -> None:
         optimizer = StepSizeCorrection(torch.optim.SGD(groups(model, 0.0), lr=0.1), recording, parameters)
         train(net, optimizer, range(1))
         assert (optimizer.ratio["0.weight"] > 0).all()
+
+
+def test_an_optimizer_without_weight_decay_is_recorded_as_none() -> None:
+    layer = nn.Linear(3, 2)
+    optimizer = torch.optim.Rprop(layer.parameters(), lr=0.1)
+    assert "weight_decay" not in optimizer.param_groups[0]
+    recorder = NormRecorder(layer, optimizer)
+    layer(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    found = recorder.recording()
+    assert found.weight_decay.tolist() == [[0.0]]
+    assert found.lr.tolist() == [[0.1]]
