@@ -1,4 +1,4 @@
-"""Links through a converted network: a residual's gradient reaches the norm before it unadded, and nothing else changes."""
+"""Links through a converted network: a residual's gradient reaches the norm before it unadded, all else stays."""
 
 from __future__ import annotations
 
