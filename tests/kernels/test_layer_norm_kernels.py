@@ -16,6 +16,7 @@ from normmatters.functional.statistic import scale_constant
 from normmatters.kernels import layer_norm_ops
 from normmatters.kernels.layer_norm_ops import layer_norm
 from normmatters.kernels.triton import layer_norm as kernels
+from normmatters.kernels.triton.layer_norm_tiling import Tiling, Tuning, tiling_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
@@ -89,8 +90,8 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Small tiles and two programs, so that a handful of rows goes through the loop several times."""
     whole = kernels.tiling_of
 
-    def cut(rows: int, cols: int, device: torch.device, threads: int) -> kernels.Tiling:
-        tiling = whole(rows, cols, device, threads)
+    def cut(rows: int, cols: int, device: torch.device, tuning: Tuning) -> Tiling:
+        tiling = whole(rows, cols, device, tuning)
         return tiling._replace(block_r=min(tiling.block_r, 4), programs=min(-(-rows // min(tiling.block_r, 4)), 2))
 
     monkeypatch.setattr(kernels, "tiling_of", cut)
@@ -106,6 +107,38 @@ def test_values_and_gradients(kind, centered, cols, few_programs, poisoned_empty
     x = torch.randn(19, cols, device=DEVICE) * 2 + 1
     w, b = torch.randn(2, cols, device=DEVICE).unbind()
     check(x, w, b if centered else None, kind, centered)
+
+
+@pytest.mark.parametrize(
+    "tuning",
+    [
+        Tuning(per_thread=32, warps=4, registers=128, threads=512, overlap=True),
+        Tuning(per_thread=32, warps=8, registers=128, threads=512, stream=True),
+        Tuning(per_thread=8, registers=128, threads=512, finish=2),
+        Tuning(ahead=True),
+        Tuning(ahead=True, per_thread=32, warps=8),
+    ],
+)
+def test_any_tuning_gives_the_same(tuning, monkeypatch):
+    """Rows too long to keep the vectors along them, several to a tile, and tiles of which the last is not full."""
+    for name in ("forward_tuning", "backward_tuning"):
+        monkeypatch.setattr(kernels, name, lambda cols: tuning)
+    forget_launches()
+    x = torch.randn(7, 1100, device=DEVICE) + 1
+    w, b = torch.randn(2, 1100, device=DEVICE).unbind()
+    check(x, w, b, "l1", True)
+    check(x, w, b, "l2", True)
+    check(x, w, None, "l1", False)
+    forget_launches()
+
+
+def test_a_tuning_says_how_rows_are_cut():
+    cpu = torch.device("cpu")  # counts as one multiprocessor
+    assert tiling_of(100, 4096, cpu, Tuning()) == Tiling(1, 4096, 8, 4)
+    assert tiling_of(100, 4096, cpu, Tuning(per_thread=32, threads=640)) == Tiling(1, 4096, 4, 5)
+    assert tiling_of(100, 4096, cpu, Tuning(per_thread=32, warps=8, threads=512)) == Tiling(2, 4096, 8, 2)
+    assert tiling_of(3, 4000, cpu, Tuning()) == Tiling(1, 4096, 8, 3)
+    assert tiling_of(100, 5, cpu, Tuning()) == Tiling(128, 16, 4, 1)
 
 
 @pytest.mark.parametrize("affine", ["none", "weight", "bias"])
@@ -153,7 +186,7 @@ def test_large_offset_keeps_the_digits():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_too_long_for_sums_in_registers(kind, monkeypatch, few_programs):
-    monkeypatch.setattr(kernels, "_MAX_FUSED", 16)
+    monkeypatch.setattr(kernels, "MAX_FUSED", 16)
     w, b = torch.randn(2, 70, device=DEVICE).unbind()
     check(torch.randn(37, 70, device=DEVICE), w, b, kind, True)
     check(torch.randn(37, 70, device=DEVICE), w, None, kind, False)

@@ -19,23 +19,27 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from normmatters.kernels.triton.launch import Launch
+from normmatters.kernels.triton.launch import Launch, wait_for_previous
+from normmatters.kernels.triton.layer_norm_tiling import (
+    MAX_FUSED,
+    MAX_KEPT,
+    Tuning,
+    backward_tuning,
+    forward_tuning,
+    multiprocessors,
+    tiling_of,
+)
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_FEATURES = 16384  # the longest row that 1024 threads hold in registers
 MAX_ROWS = 2**29  # four numbers a row, with 32-bit offsets
-
-# Elements a thread: with 16, a row, its gradient, the two sums for the parameters and the next row fit in registers.
-_PER_THREAD = 16
-# Rows up to here keep the parameter gradients in registers while they go; above, a second kernel reads the columns.
-_MAX_FUSED = 8192
 
 
 @triton.jit
@@ -44,17 +48,24 @@ def _add(a0, b0, a1, b1):
 
 
 @triton.jit
+def _add3(a0, b0, c0, a1, b1, c1):
+    return a0 + a1, b0 + b1, c0 + c1
+
+
+@triton.jit
 def _sign(d):
     return tl.where(d > 0, 1.0, tl.where(d < 0, -1.0, 0.0))
 
 
 @triton.jit
-def _load_rows(ptr, row, col, rows, cols, WHOLE: tl.constexpr):
-    """A tile of rows, [BLOCK_R, BLOCK_N]; zero outside."""
+def _load_rows(ptr, row, col, rows, cols, WHOLE: tl.constexpr, STREAM: tl.constexpr):
+    """A tile of rows, [BLOCK_R, BLOCK_N]; zero outside. STREAM: it leaves the cache first."""
+    POLICY: tl.constexpr = "evict_first" if STREAM else ""
     offset = row.to(tl.int64)[:, None] * cols + col[None, :]
     if WHOLE:
-        return tl.load(ptr + offset, mask=(row < rows)[:, None], other=0.0)
-    return tl.load(ptr + offset, mask=(row < rows)[:, None] & (col < cols)[None, :], other=0.0)
+        return tl.load(ptr + offset, mask=(row < rows)[:, None], other=0.0, eviction_policy=POLICY)
+    mask = (row < rows)[:, None] & (col < cols)[None, :]
+    return tl.load(ptr + offset, mask=mask, other=0.0, eviction_policy=POLICY)
 
 
 @triton.jit
@@ -95,53 +106,72 @@ def forward_kernel(
     CENTERED: tl.constexpr,
     WHOLE: tl.constexpr,
     PREFETCH: tl.constexpr,
+    AHEAD: tl.constexpr,
+    KEEP: tl.constexpr,
+    STREAM: tl.constexpr,
     ALIGN: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    wait_for_previous(OVERLAP)
     cols = cols // ALIGN * ALIGN  # nothing but a hint for wide loads: the compiler sees the factor
     col = tl.arange(0, BLOCK_N)
     step = tl.num_programs(0) * BLOCK_R
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
-    # With one row a tile the vectors come from the cache each time; they are too long to stay in registers.
-    if HAS_WEIGHT and BLOCK_R > 1:
+    # Vectors that are too long to KEEP in registers come from the cache each time.
+    if HAS_WEIGHT and KEEP:
         weight = _load_columns(weight_ptr, col, cols, WHOLE)
-    if HAS_BIAS and BLOCK_R > 1:
+    if HAS_BIAS and KEEP:
         bias = _load_columns(bias_ptr, col, cols, WHOLE)
     if PREFETCH:
-        following = _load_rows(x_ptr, row, col, rows, cols, WHOLE)
+        following = _load_rows(x_ptr, row, col, rows, cols, WHOLE, STREAM)
+    if AHEAD:
+        # The next row is summed along with this one's deviations: the threads meet once a row, not twice.
+        total = tl.sum(following.to(tl.float32), axis=1)
+        later = _load_rows(x_ptr, row + step, col, rows, cols, WHOLE, STREAM)
     for start in range(tl.program_id(0) * BLOCK_R, rows, step):
         row = start + tl.arange(0, BLOCK_R)
         if not PREFETCH:
-            following = _load_rows(x_ptr, row, col, rows, cols, WHOLE)
+            following = _load_rows(x_ptr, row, col, rows, cols, WHOLE, STREAM)
         d = following.to(tl.float32)
-        if PREFETCH:
-            following = _load_rows(x_ptr, row + step, col, rows, cols, WHOLE)
+        if AHEAD:
+            following = later
+            later = _load_rows(x_ptr, row + 2 * step, col, rows, cols, WHOLE, STREAM)
+        elif PREFETCH:
+            following = _load_rows(x_ptr, row + step, col, rows, cols, WHOLE, STREAM)
         if CENTERED:
-            mean = tl.sum(d, axis=1) / cols
+            if not AHEAD:
+                total = tl.sum(d, axis=1)
+            mean = total / cols
             d -= mean[:, None]
             if not WHOLE:
                 d = tl.where((col < cols)[None, :], d, 0.0)
         if L1:
-            if CENTERED:
+            if AHEAD:
+                deviation, balance, total = tl.reduce((tl.abs(d), _sign(d), following.to(tl.float32)), 1, _add3)
+            elif CENTERED:
                 deviation, balance = tl.reduce((tl.abs(d), _sign(d)), 1, _add)
-                balance = balance / cols
             else:
                 deviation = tl.sum(tl.abs(d), axis=1)
             scale = constant * (deviation / cols)
             square = scale * scale + eps
         else:
-            square = constant * constant * (tl.sum(d * d, axis=1) / cols) + eps
+            if AHEAD:
+                squares, total = tl.reduce((d * d, following.to(tl.float32)), 1, _add)
+            else:
+                squares = tl.sum(d * d, axis=1)
+            square = constant * constant * (squares / cols) + eps
         root = tl.sqrt_rn(square)
         inverse = 1.0 / root
         y = d * inverse[:, None]
-        if HAS_WEIGHT and BLOCK_R > 1:
+        if HAS_WEIGHT and KEEP:
             y *= weight
-        if HAS_WEIGHT and BLOCK_R == 1:
+        if HAS_WEIGHT and not KEEP:
             y *= _load_columns(weight_ptr, col, cols, WHOLE)
-        if HAS_BIAS and BLOCK_R > 1:
+        if HAS_BIAS and KEEP:
             y += bias
-        if HAS_BIAS and BLOCK_R == 1:
+        if HAS_BIAS and not KEEP:
             y += _load_columns(bias_ptr, col, cols, WHOLE)
         _store_rows(y_ptr, y, row, col, rows, cols, WHOLE)
         exists = row < rows
@@ -152,7 +182,7 @@ def forward_kernel(
             plane = 2 if CENTERED else 1
             tl.store(stats_ptr + plane * rows + row, scale * inverse, mask=exists)
             if CENTERED:
-                tl.store(stats_ptr + 3 * rows + row, balance, mask=exists)
+                tl.store(stats_ptr + 3 * rows + row, balance / cols, mask=exists)
 
 
 @triton.jit
@@ -190,10 +220,14 @@ def backward_kernel(
     CENTERED: tl.constexpr,
     WHOLE: tl.constexpr,
     PREFETCH: tl.constexpr,
+    KEEP: tl.constexpr,
+    STREAM: tl.constexpr,
     ALIGN: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    wait_for_previous(OVERLAP)
     cols = cols // ALIGN * ALIGN  # nothing but a hint for wide loads: the compiler sees the factor
     col = tl.arange(0, BLOCK_N)
     step = tl.num_programs(0) * BLOCK_R
@@ -201,23 +235,23 @@ def backward_kernel(
     if PARAMETERS:
         dweight = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
         dbias = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
-    if HAS_WEIGHT and BLOCK_R > 1:
+    if HAS_WEIGHT and KEEP:
         weight = _load_columns(weight_ptr, col, cols, WHOLE)
     if PREFETCH:
-        next_g = _load_rows(g_ptr, row, col, rows, cols, WHOLE)
-        next_x = _load_rows(x_ptr, row, col, rows, cols, WHOLE)
+        next_g = _load_rows(g_ptr, row, col, rows, cols, WHOLE, STREAM)
+        next_x = _load_rows(x_ptr, row, col, rows, cols, WHOLE, STREAM)
     next_inverse, next_mean, next_ratio, next_balance = _load_stats(stats_ptr, row, rows, L1, CENTERED)
     for start in range(tl.program_id(0) * BLOCK_R, rows, step):
         row = start + tl.arange(0, BLOCK_R)
         if not PREFETCH:
-            next_g = _load_rows(g_ptr, row, col, rows, cols, WHOLE)
-            next_x = _load_rows(x_ptr, row, col, rows, cols, WHOLE)
+            next_g = _load_rows(g_ptr, row, col, rows, cols, WHOLE, STREAM)
+            next_x = _load_rows(x_ptr, row, col, rows, cols, WHOLE, STREAM)
         g = next_g.to(tl.float32)
         d = next_x.to(tl.float32)
         inverse, mean, ratio, balance = next_inverse, next_mean, next_ratio, next_balance
         if PREFETCH:
-            next_g = _load_rows(g_ptr, row + step, col, rows, cols, WHOLE)
-            next_x = _load_rows(x_ptr, row + step, col, rows, cols, WHOLE)
+            next_g = _load_rows(g_ptr, row + step, col, rows, cols, WHOLE, STREAM)
+            next_x = _load_rows(x_ptr, row + step, col, rows, cols, WHOLE, STREAM)
         next_inverse, next_mean, next_ratio, next_balance = _load_stats(stats_ptr, row + step, rows, L1, CENTERED)
         if CENTERED:
             d -= mean[:, None]
@@ -226,9 +260,9 @@ def backward_kernel(
         if PARAMETERS:
             dweight += g * normalized
             dbias += g
-        if HAS_WEIGHT and BLOCK_R > 1:
+        if HAS_WEIGHT and KEEP:
             g *= weight
-        if HAS_WEIGHT and BLOCK_R == 1:
+        if HAS_WEIGHT and not KEEP:
             g *= _load_columns(weight_ptr, col, cols, WHOLE)
         if CENTERED:
             total, product = tl.reduce((g, g * normalized), 1, _add)
@@ -274,8 +308,8 @@ def columns_kernel(
     dbias = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
     for start in range(split * BLOCK_R, rows, splits * BLOCK_R):
         row = start + tl.arange(0, BLOCK_R)
-        g = _load_rows(g_ptr, row, col, rows, cols, False).to(tl.float32)
-        d = _load_rows(x_ptr, row, col, rows, cols, False).to(tl.float32)
+        g = _load_rows(g_ptr, row, col, rows, cols, False, False).to(tl.float32)
+        d = _load_rows(x_ptr, row, col, rows, cols, False, False).to(tl.float32)
         inverse, mean, _ratio, _balance = _load_stats(stats_ptr, row, rows, L1, CENTERED)
         dweight += g * (d - mean[:, None]) * inverse[:, None]
         dbias += g
@@ -285,40 +319,27 @@ def columns_kernel(
 
 
 @triton.jit
-def parameters_kernel(part_ptr, dweight_ptr, dbias_ptr, parts, cols, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr):
+def parameters_kernel(
+    part_ptr,
+    dweight_ptr,
+    dbias_ptr,
+    parts,
+    cols,
+    BLOCK_P: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
     """Adds the partial sums of all programs, always in the same order."""
+    wait_for_previous(OVERLAP)
     col = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     dweight = tl.zeros((BLOCK_P, BLOCK_C), tl.float32)
     dbias = tl.zeros((BLOCK_P, BLOCK_C), tl.float32)
     for start in range(0, parts, BLOCK_P):
         part = start + tl.arange(0, BLOCK_P)
-        dweight += _load_rows(part_ptr, part, col, parts, cols, False)
-        dbias += _load_rows(part_ptr + parts * cols, part, col, parts, cols, False)
+        dweight += _load_rows(part_ptr, part, col, parts, cols, False, False)
+        dbias += _load_rows(part_ptr + parts * cols, part, col, parts, cols, False, False)
     tl.store(dweight_ptr + col, tl.sum(dweight, axis=0).to(dweight_ptr.dtype.element_ty), mask=col < cols)
     tl.store(dbias_ptr + col, tl.sum(dbias, axis=0).to(dbias_ptr.dtype.element_ty), mask=col < cols)
-
-
-class Tiling(NamedTuple):
-    """How rows are cut: tiles of ``block_r`` whole rows, ``programs`` programs that share them."""
-
-    block_r: int
-    block_n: int
-    num_warps: int
-    programs: int
-
-
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
-def tiling_of(rows: int, cols: int, device: torch.device, threads: int) -> Tiling:
-    """Tiles of 16 elements a thread, and as many programs as fit with ``threads`` threads on each multiprocessor."""
-    block_n = max(16, triton.next_power_of_2(cols))
-    num_warps = max(4, min(32, block_n // (32 * _PER_THREAD)))
-    block_r = max(1, min(32 * num_warps * _PER_THREAD // block_n, triton.next_power_of_2(rows)))
-    resident = multiprocessors(device) * max(1, threads // (32 * num_warps))
-    return Tiling(block_r, block_n, num_warps, max(1, min(-(-rows // block_r), resident)))
 
 
 def planes(l1: bool, centered: bool) -> int:
@@ -333,12 +354,12 @@ Kind = tuple[torch.dtype, torch.dtype | None, torch.dtype | None, bool, bool]
 
 # A shape's launches are kept, but not of every number of rows that ever came: with sentences it is another each time.
 @functools.lru_cache(1024)
-def _forward_launch(rows: int, cols: int, device: torch.device, kind: Kind) -> Launch:
+def _forward_launch(rows: int, cols: int, device: torch.device, kind: Kind, tuning: Tuning | None = None) -> Launch:
     dtype, weight, bias, l1, centered = kind
-    # Registers a thread, and so threads a multiprocessor: the least that compiles without spilling to memory.
-    registers, threads = (64, 1024) if cols > 1024 else (96, 640)
-    tiling = tiling_of(rows, cols, device, threads)
-    return Launch(
+    tuning = tuning or forward_tuning(cols)
+    tiling = tiling_of(rows, cols, device, tuning)
+    prefetch = tiling.block_n * dtype.itemsize <= 16384
+    return _launch(
         forward_kernel,
         (tiling.programs, 1),
         (rows, cols),
@@ -348,14 +369,31 @@ def _forward_launch(rows: int, cols: int, device: torch.device, kind: Kind) -> L
             "L1": l1,
             "CENTERED": centered,
             "WHOLE": cols == tiling.block_n,
-            "PREFETCH": tiling.block_n * dtype.itemsize <= 16384,
+            "PREFETCH": prefetch,
+            "AHEAD": tuning.ahead and prefetch and centered,
+            "KEEP": tiling.block_n <= MAX_KEPT,
+            "STREAM": tuning.stream,
             "ALIGN": math.gcd(cols, 16),
             "BLOCK_R": tiling.block_r,
             "BLOCK_N": tiling.block_n,
         },
+        tuning.overlap,
         num_warps=tiling.num_warps,
-        maxnreg=registers,
+        maxnreg=tuning.registers,
     )
+
+
+def _launch(
+    kernel: Any,
+    grid: tuple[int, int],
+    integers: tuple[int, ...],
+    constants: dict[str, Any],
+    overlap: bool,
+    **options: Any,
+) -> Launch:
+    """A launch of a kernel whose signature ends with OVERLAP."""
+    constants = constants if overlap else {**constants, "OVERLAP": False}
+    return Launch(kernel, grid, integers, constants, overlaps=overlap, **options)
 
 
 def forward(
@@ -399,12 +437,14 @@ def _backward_plan(
     device: torch.device,
     kind: Kind,
     parameters: tuple[torch.dtype, torch.dtype] | None,
+    tuning: Tuning | None = None,
 ) -> BackwardPlan:
     dtype, weight, _, l1, centered = kind
-    tiling = tiling_of(rows, cols, device, threads=512)
-    fused = parameters is not None and tiling.block_n <= _MAX_FUSED
+    tuning = tuning or backward_tuning(cols)
+    tiling = tiling_of(rows, cols, device, tuning)
+    fused = parameters is not None and tiling.block_n <= MAX_FUSED
     parts, strip = tiling.programs, min(128, tiling.block_n)
-    by_rows = Launch(
+    by_rows = _launch(
         backward_kernel,
         (tiling.programs, 1),
         (rows, cols),
@@ -415,13 +455,16 @@ def _backward_plan(
             "CENTERED": centered,
             "WHOLE": cols == tiling.block_n,
             # float32 rows fill the registers: there is no room for the next ones.
-            "PREFETCH": tiling.block_n <= _MAX_FUSED and dtype.itemsize == 2,
+            "PREFETCH": tiling.block_n <= MAX_FUSED and dtype.itemsize == 2,
+            "KEEP": tiling.block_n <= MAX_KEPT,
+            "STREAM": tuning.stream,
             "ALIGN": math.gcd(cols, 16),
             "BLOCK_R": tiling.block_r,
             "BLOCK_N": tiling.block_n,
         },
+        tuning.overlap,
         num_warps=tiling.num_warps,
-        maxnreg=128 if tiling.num_warps <= 16 else 64,
+        maxnreg=tuning.registers,
     )
     if parameters is None:
         return BackwardPlan(by_rows, None, None, 0)
@@ -431,8 +474,8 @@ def _backward_plan(
         constants = {"L1": l1, "CENTERED": centered, "BLOCK_R": 16, "BLOCK_C": strip}
         columns = Launch(columns_kernel, (-(-cols // strip), parts), (rows, cols), constants)
     block_c = min(32, tiling.block_n)
-    constants = {"BLOCK_P": 32, "BLOCK_C": block_c}
-    finish = Launch(parameters_kernel, (-(-cols // block_c), 1), (parts, cols), constants)
+    constants = {"BLOCK_P": tuning.finish, "BLOCK_C": block_c}
+    finish = _launch(parameters_kernel, (-(-cols // block_c), 1), (parts, cols), constants, tuning.overlap)
     return BackwardPlan(by_rows, columns, finish, parts)
 
 

@@ -7,6 +7,7 @@ and one write, and with momentum one write more.
 
 from __future__ import annotations
 
+import math
 from itertools import chain
 
 import torch
@@ -29,12 +30,18 @@ GIVEN, MOMENTUM, NESTEROV = 0, 1, 2
 
 
 @triton.jit
+def _gather(a0, b0, c0, d0, a1, b1, c1, d1):
+    return a0 + a1, b0 + b1, c0 + c1, tl.maximum(d0, d1)
+
+
+@triton.jit
 def _rotate(
     w_ptr,
     d_ptr,
     g_ptr,
     norm_ptr,
-    angle,
+    cos,
+    sin,
     tolerance,
     momentum,
     sign,
@@ -48,10 +55,11 @@ def _rotate(
     row = first + tl.arange(0, R).to(tl.int64)
     column = tl.arange(0, B)
     norm = tl.load(norm_ptr + row, mask=row < rows, other=0.0)
-    ww = tl.zeros((R, B), tl.float32)
-    wd = tl.zeros((R, B), tl.float32)
-    dd = tl.zeros((R, B), tl.float32)
-    gg = tl.zeros((R, B), tl.float32)
+    # Reduced in every round: sums of whole tiles would take the registers that more rows on their way need.
+    ww = tl.zeros((R,), tl.float32)
+    wd = tl.zeros((R,), tl.float32)
+    dd = tl.zeros((R,), tl.float32)
+    gg = tl.zeros((R,), tl.float32)
     for start in range(0, n, B):
         w = load_rows(w_ptr, row, start + column, rows, n)
         d = load_rows(d_ptr, row, start + column, rows, n)
@@ -61,16 +69,17 @@ def _rotate(
             store_rows(d_ptr, d, row, start + column, rows, n)
         if FORM == 2:
             d = momentum * d + sign * g
-        ww += w * w
-        wd += w * d
-        dd += d * d
-        gg = tl.maximum(gg, tl.abs(g))  # a square could underflow to zero
-    length2 = tl.sum(ww, axis=1)
-    along = tl.sum(wd, axis=1) / length2
+        # The gradient's largest number, as a square could underflow to zero.
+        parts = tl.reduce((w * w, w * d, d * d, tl.abs(g)), 1, _gather)
+        ww += parts[0]
+        wd += parts[1]
+        dd += parts[2]
+        gg = tl.maximum(gg, parts[3])
+    along = wd / ww
     if FORM > 0:
         tl.debug_barrier()  # what one thread has stored another may load below
 
-    pp = tl.zeros((R, B), tl.float32)
+    pp = tl.zeros((R,), tl.float32)
     for start in range(0, n, B):
         w = load_rows(w_ptr, row, start + column, rows, n)
         d = load_rows(d_ptr, row, start + column, rows, n)
@@ -78,12 +87,12 @@ def _rotate(
             d = momentum * d + sign * load_rows(g_ptr, row, start + column, rows, n)
         # Subtract first, square after: dd − wd²/ww would lose the digits of a direction that is nearly along w.
         p = d - along[:, None] * w
-        pp += p * p
-    perpendicular = tl.sqrt_rn(tl.sum(pp, axis=1))
+        pp += tl.sum(p * p, axis=1)
+    perpendicular = tl.sqrt_rn(pp)
 
-    turns = (tl.max(gg, axis=1) > 0) & (perpendicular > tolerance * tl.sqrt_rn(tl.sum(dd, axis=1)))
-    a = tl.where(turns, tl.cos(angle), 1.0) * norm / tl.sqrt_rn(length2)
-    b = tl.where(turns, tl.sin(angle) * norm / tl.where(turns, perpendicular, 1.0), 0.0)
+    turns = (gg > 0) & (perpendicular > tolerance * tl.sqrt_rn(dd))
+    a = tl.where(turns, cos, 1.0) * norm / tl.sqrt_rn(ww)
+    b = tl.where(turns, sin * norm / tl.where(turns, perpendicular, 1.0), 0.0)
     for start in range(0, n, B):
         w = load_rows(w_ptr, row, start + column, rows, n)
         d = load_rows(d_ptr, row, start + column, rows, n)
@@ -98,9 +107,10 @@ def _rotate_rows(
     addresses_ptr,
     layers_ptr,
     tasks_ptr,
-    angle_ptr,
+    turn_ptr,
     tensors,
-    angle,
+    cos,
+    sin,
     tolerance,
     momentum,
     sign,
@@ -114,13 +124,14 @@ def _rotate_rows(
     g_ptr = load_pointer(addresses_ptr, 2 * tensors + t, tl.float32, WIDE)
     norm_ptr = load_pointer(addresses_ptr, 3 * tensors + t, tl.float32, 1)
     if ON_DEVICE:
-        angle = tl.load(angle_ptr)
+        cos = tl.load(turn_ptr)
+        sin = tl.load(turn_ptr + 1)
     if n <= 128:
-        _rotate(w_ptr, d_ptr, g_ptr, norm_ptr, angle, tolerance, momentum, sign, first, rows, n, FORM, 16, 128)
+        _rotate(w_ptr, d_ptr, g_ptr, norm_ptr, cos, sin, tolerance, momentum, sign, first, rows, n, FORM, 16, 128)
     elif n <= 512:
-        _rotate(w_ptr, d_ptr, g_ptr, norm_ptr, angle, tolerance, momentum, sign, first, rows, n, FORM, 4, 512)
+        _rotate(w_ptr, d_ptr, g_ptr, norm_ptr, cos, sin, tolerance, momentum, sign, first, rows, n, FORM, 4, 512)
     else:
-        _rotate(w_ptr, d_ptr, g_ptr, norm_ptr, angle, tolerance, momentum, sign, first, rows, n, FORM, 1, 2048)
+        _rotate(w_ptr, d_ptr, g_ptr, norm_ptr, cos, sin, tolerance, momentum, sign, first, rows, n, FORM, 1, 2048)
 
 
 class RotationPlan:
@@ -160,8 +171,12 @@ class RotationPlan:
         """
         pointers = [*map(Tensor.data_ptr, chain(weights, directions, grads))]
         addresses = address_table([*pointers, *map(Tensor.data_ptr, norms)], self._device)
-        on_device = isinstance(angle, Tensor)
-        place = angle.to(self._device, torch.float32) if isinstance(angle, Tensor) else addresses
-        numbers = (0.0 if isinstance(angle, Tensor) else angle, 16 * torch.finfo(torch.float32).eps, momentum, sign)
-        for launch, tasks in self._launches[on_device][aligned(pointers)]:
-            launch((addresses, self._tables.layers, tasks, place), numbers)
+        cos = sin = 0.0
+        turn = addresses  # not read
+        if isinstance(angle, Tensor):
+            turn = torch.stack((angle.cos(), angle.sin())).to(self._device, torch.float32)
+        else:
+            cos, sin = math.cos(angle), math.sin(angle)
+        numbers = (cos, sin, 16 * torch.finfo(torch.float32).eps, momentum, sign)
+        for launch, tasks in self._launches[isinstance(angle, Tensor)][aligned(pointers)]:
+            launch((addresses, self._tables.layers, tasks, turn), numbers)
