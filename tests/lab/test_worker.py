@@ -29,15 +29,6 @@ def test_only_graphs_on_a_gpu_share_a_process() -> None:
     assert not shares_a_process(small_run(runtime={"device": "cpu", "compile": "cudagraph"}), workers=4)
 
 
-def test_threads_give_the_process_back_as_it_was(tmp_path: Path) -> None:
-    ids = {"fig1/wd_on", "fig1/corrected", "fig1/wd_off"}
-    jobs = [j for j in plan(["fig1"], "quick", tmp_path, overrides=MICRO) if j.id in ids]
-    before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), torch.get_rng_state()
-    assert Runner(jobs, workers=3, threads=True).run() == []
-    assert (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()) == before[:2]
-    assert torch.equal(torch.get_rng_state(), before[2])
-
-
 def test_an_error_is_the_runs_own(tmp_path: Path) -> None:
     keep = {"fig1/wd_on", "fig1/wd_off", "fig1/corrected"}
     jobs = [j for j in plan(["fig1"], "quick", tmp_path, overrides=MICRO) if j.id in keep]
@@ -75,10 +66,11 @@ def test_a_run_that_fails_beside_others_goes_on_in_a_process(tmp_path: Path, mon
         (folder / "error.json").write_text(json.dumps(report))
         raise RuntimeError("CUDA error: capture")
 
-    monkeypatch.setattr(worker, "_train", breaks)  # of this process; a process of its own has the true one
+    monkeypatch.setattr(worker, "_train", breaks)
     monkeypatch.setattr(worker, "shares_a_process", lambda config, workers: True)
     jobs = [j for j in plan(["fig1"], "quick", tmp_path, overrides=MICRO) if j.id == "fig1/wd_on"]
     runner = Runner(jobs, workers=1)
+    monkeypatch.setattr(runner._workers._context, "Process", _Process)
     assert runner.run() == [], [j.reason for j in jobs]
     assert len(rows(jobs[0].folder)) == 2
     assert len(runner.messages) == 1
@@ -93,19 +85,24 @@ def test_a_run_that_fails_beside_others_goes_on_in_a_process(tmp_path: Path, mon
 
 
 def test_text_never_shares_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started = []
     workers = Workers(2, None, threads=True)
-    monkeypatch.setattr(workers._context, "Process", lambda **options: started.append(options) or FakeProcess())  # type: ignore[func-returns-value]
+    monkeypatch.setattr(workers._context, "Process", _Process)
+    monkeypatch.setattr(_Process, "start", lambda self: None)
     config = from_dict({"data": {"name": "numbers"}, "model": {"name": "lstm"}})
     assert not workers.start(config, tmp_path / "text").in_thread
-    assert started
 
 
-class FakeProcess:
-    exitcode = None
+class _Process:
+    """As a process of its own would, it trains with what it is given."""
+
+    exitcode = 0
+
+    def __init__(self, target: Any, args: tuple[dict[str, Any], str, str | None], daemon: bool) -> None:
+        assert target is worker._run_in_process
+        self.args = args
 
     def start(self) -> None:
-        pass
+        train(from_dict(self.args[0]), self.args[1], data_dir=self.args[2])
 
 
 @pytest.mark.gpu
