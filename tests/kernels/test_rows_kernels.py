@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,7 +13,8 @@ pytest.importorskip("triton")
 from normmatters.kernels.triton import rows
 from normmatters.kernels.triton.rotate_rows import MOMENTUM, NESTEROV, RotationPlan
 from normmatters.kernels.triton.row_norms import RowNormsPlan
-from normmatters.optim import AngularSGD, NormRecorder, angular_update, channel_norms, multi_tensor
+from normmatters.optim import AngularSGD, NormRecorder, StepSizeCorrection, angular_update, channel_norms, multi_tensor
+from normmatters.optim._rows import Channels
 from normmatters.optim.multi_tensor import Momentum, rotate_channel_
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -274,6 +277,60 @@ def test_the_recorder_records_the_same_through_the_kernel(monkeypatch):
         torch.testing.assert_close(ours.norms[name], plain.norms[name], rtol=1e-6, atol=0)
         # The plain path knows the difference of two norms to float32 only.
         torch.testing.assert_close(ours.angles[name], plain.angles[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_updates_are_scaled_by_row(dtype, monkeypatch):
+    """Beside weights that the kernel does not take; a ratio of 0 is the weight of before, of 1 the weight of now."""
+    monkeypatch.setattr(multi_tensor, "_LAUNCH_ON", (DEVICE,))
+    dims = {"conv": 0, "transposed": 1, "whole": None, "long": 0, "odd": 0}
+    tensors = [w.to(dtype) for w in matrices([(5, 3, 3, 3), (4, 6, 2, 2), (3, 7), (2, 2100), (19, 130)])]
+    weights = dict(zip(dims, tensors))
+    channels = Channels(weights, dims)
+    before = [torch.randn_like(w) for w in tensors]
+    ratio = torch.rand(channels.total, device=DEVICE) * 3
+    ratio[0], ratio[1] = 0, 1
+    expected = [
+        b.double() + r.double() * (w.double() - b.double())
+        for w, b, r in zip(tensors, before, channels.broadcast(ratio))
+    ]
+    now = tensors[0].clone()
+    scaler = multi_tensor.UpdateScaler(channels, ratio, before)
+    scaler.scale_()
+    assert (scaler._plain, len(scaler._launches)) == ([1, 2], 1)
+    for w, reference in zip(tensors, expected):
+        # Numbers up to 20; where the plain path rounds each of its steps, three roundings.
+        torch.testing.assert_close(w.double(), reference, rtol=0, atol=60 * torch.finfo(dtype).eps)
+    assert torch.equal(tensors[0][0], before[0][0])
+    torch.testing.assert_close(tensors[0][1], now[1], rtol=0, atol=4 * torch.finfo(dtype).eps)
+
+
+def test_step_size_correction_takes_the_same_steps_through_the_kernels(monkeypatch):
+    runs = []
+    for kernel in (True, False):
+        monkeypatch.setattr(multi_tensor, "_LAUNCH_ON", (DEVICE,) if kernel else ())
+        torch.manual_seed(0)
+        weights = {n: torch.nn.Parameter(w) for n, w in zip("ab", matrices([(5, 3, 3, 3), (4, 9)]))}
+        reference = torch.optim.SGD(weights.values(), lr=0.1, weight_decay=0.1)
+        recorder = NormRecorder(weights, reference)
+        for optimizer in (reference, None):
+            if optimizer is None:
+                sgd = torch.optim.SGD(weights.values(), lr=0.1, momentum=0.9)
+                optimizer = StepSizeCorrection(sgd, recorder.recording(), weights, form="exact")
+            for _ in range(4):
+                for w in weights.values():
+                    g = torch.randn_like(w)
+                    sums = tuple(range(1, w.ndim))
+                    along = (g * w).sum(sums, keepdim=True) / w.square().sum(sums, keepdim=True)
+                    w.grad = (g - along * w).detach()  # as a normalization behind it would have it
+                optimizer.step()
+            recorder.remove()
+        assert bool(optimizer._scaler._launches) is kernel
+        copied = copy.deepcopy(optimizer)  # launches are not copied
+        assert copied._scaler._launches == []
+        runs.append([*weights.values(), *optimizer.ratio.values()])
+    for ours, plain in zip(*runs):
+        torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.gpu

@@ -177,10 +177,11 @@ class Together:
 
     def addresses(self, gradients: Sequence[Tensor]) -> tuple[list[int], list[Tensor]]:
         """Where gradients laid out as v are, and what must be kept until they have been read."""
-        laid = [
-            g if g.stride() == stride else _laid_out(g, stride) for g, (_, stride, _) in zip(gradients, self._views)
-        ]
-        return [g.data_ptr() for g in laid], laid
+        laid = [*gradients]
+        for i, (stride, (_, wanted, _)) in enumerate(zip(map(Tensor.stride, laid), self._views)):
+            if stride != wanted:
+                laid[i] = _laid_out(laid[i], wanted)
+        return [*map(Tensor.data_ptr, laid)], laid
 
 
 def _laid_out(x: Tensor, stride: tuple[int, ...]) -> Tensor:

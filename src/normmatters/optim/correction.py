@@ -25,6 +25,7 @@ from normmatters.optim._common import is_capturing
 from normmatters.optim._exponents import step_exponent
 from normmatters.optim._rows import Named, TestedChannels
 from normmatters.optim._wrapper import OptimizerWrapper
+from normmatters.optim.multi_tensor import ChannelMeter, UpdateScaler
 from normmatters.optim.recording import Form, Recording
 
 __all__ = ["StepSizeCorrection"]
@@ -98,8 +99,10 @@ class StepSizeCorrection(OptimizerWrapper):
         self._rows = rows.to(channels.device)
         self._step = torch.zeros(1, dtype=torch.int64, device=channels.device)
         self._taken = 0
-        self._ratio = channels.new_row()
+        self._meter = ChannelMeter(channels, angle=False)
+        self._ratio = self._meter.row
         self._before = [w.detach().clone() for w in channels.weights]
+        self._scaler = UpdateScaler(channels, self._ratio, self._before)
         # Weights that scale_invariant_parameters has not tested are checked by their first gradients.
         self._checked = isinstance(parameters, TestedChannels) or recording.tested
 
@@ -116,18 +119,14 @@ class StepSizeCorrection(OptimizerWrapper):
         """
         if self._taken >= len(self._rows) and not is_capturing():
             raise ValueError(f"the recording holds {len(self._rows)} steps, all of them were taken")
-        channels = self._channels
-        weights = [w.detach() for w in channels.weights]
         if not self._checked and not is_capturing():
             self._check_invariance()
         row = self._rows[self._step.clamp(max=len(self._rows) - 1)]
-        channels.norms_(self._ratio).pow_(self._exponent).mul_(self._table[row].squeeze(0))
-        torch._foreach_copy_(self._before, weights)
+        self._meter.read_().pow_(self._exponent).mul_(self._table[row].squeeze(0))
+        torch._foreach_copy_(self._before, self._channels.weights)
         with torch.enable_grad():
             loss = self.optimizer.step(closure)
-        torch._foreach_sub_(weights, self._before)
-        torch._foreach_mul_(weights, channels.broadcast(self._ratio))
-        torch._foreach_add_(weights, self._before)
+        self._scaler.scale_()
         self._step.add_(1)
         self._taken += 1
         return loss

@@ -1,7 +1,7 @@
 """Row arithmetic over lists of weights: the one place where optimizers and the recorder touch the numbers.
 
-`ChannelTurner` and `ChannelMeter` are the boundary: plain PyTorch for any tensor, one Triton launch for all weights
-on a GPU whose channels are rows.
+`ChannelTurner`, `ChannelMeter` and `UpdateScaler` are the boundary: plain PyTorch for any tensor, one Triton launch for
+all weights on a GPU whose channels are rows.
 """
 
 from __future__ import annotations
@@ -94,6 +94,12 @@ class ChannelTurner:
         self._launches: list[tuple[list[int], Any]] = []
         self._plain: list[int] = []
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__()  # type: ignore[misc]
+
     def __call__(
         self,
         weights: list[Tensor],
@@ -148,7 +154,61 @@ class ChannelTurner:
             self._launches.append((members, rotate_rows.RotationPlan([weights[i] for i in members], form)))
 
 
-class ChannelMeter:
+class _ByRows:
+    """Work on the channels of many weights, in one launch for all weights of a dtype that a kernel takes.
+
+    Subclasses define `_launch_of` the kernel and `_plainly` for the rest.
+    """
+
+    def __init__(self, channels: Channels, row: Tensor) -> None:
+        self.row = row
+        self._channels = channels
+        self._places: Any = None
+        self._launches: list[Any] = []
+        self._plain: list[int] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_places": None, "_launches": []}  # a copy makes its own launches
+
+    def _run(self, others: list[Tensor]) -> None:
+        """``others``: strided as the weights are, or empty."""
+        # A model may be moved or change its memory format; asking is cheaper than planning anew every time.
+        places = [[*map(read, self._channels.weights)] for read in (Tensor.data_ptr, Tensor.stride, _DTYPE)]
+        if places != self._places:
+            self._plan(others)
+            self._places = places
+        if self._plain:
+            self._plainly(self._plain)
+        if self._launches:
+            with _current(self.row.device):
+                for launch in self._launches:
+                    launch()
+
+    def _plan(self, others: list[Tensor]) -> None:
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        self._plain = []
+        for i, weight in enumerate(self._channels.weights):
+            if (
+                self._channels.dims[i] == 0
+                and _is_rows(weight, *_ROW_DTYPES)
+                and weight.device == self.row.device
+                and self.row.dtype == torch.float32
+                and weight.numel() <= _LONGEST_ROW * weight.shape[0]
+                and _one_layout(weight, *others[i : i + 1])
+            ):
+                by_dtype.setdefault(weight.dtype, []).append(i)
+            else:
+                self._plain.append(i)
+        self._launches = [self._launch_of(members) for members in by_dtype.values()]
+
+    def _launch_of(self, members: list[int]) -> Any:
+        raise NotImplementedError
+
+    def _plainly(self, members: list[int]) -> None:
+        raise NotImplementedError
+
+
+class ChannelMeter(_ByRows):
     """Norm of every channel of many weights, and how far it turned since the last reading: one row of numbers.
 
     Attributes:
@@ -159,16 +219,11 @@ class ChannelMeter:
 
     def __init__(self, channels: Channels, angle: bool) -> None:
         total = channels.total
-        self.row = torch.zeros(total * (2 if angle else 1), dtype=channels.dtype, device=channels.device)
+        row = torch.zeros(total * (2 if angle else 1), dtype=channels.dtype, device=channels.device)
+        super().__init__(channels, row)
         self.previous: list[Tensor] = []
-        self._channels, self._angle = channels, angle
-        self._places: Any = None
-        self._launches: list[Any] = []
-        self._plain: list[int] = []
-        self._norms = self.row[:total].split(channels.sizes)
-        self._tangents = self.row[total:].split(channels.sizes) if angle else ()
-        self._distance = channels.new_row() if angle else self.row
-        self._distances = self._distance.split(channels.sizes) if angle else ()
+        self._angle = angle
+        self._distance = channels.new_row() if angle else row
 
     def start(self) -> None:
         """Take the weights of now as those of the last reading."""
@@ -179,62 +234,69 @@ class ChannelMeter:
     @torch.no_grad()
     def read_(self) -> Tensor:
         """Measure all channels; returns `row`, which the next reading overwrites. No host sync."""
-        # A model may be moved or change its memory format; asking is cheaper than planning anew every time.
-        places = [[*map(read, self._channels.weights)] for read in (Tensor.data_ptr, Tensor.stride, _DTYPE)]
-        if places != self._places:
-            self._plan()
-            self._places = places
-        if self._plain:
-            self._read_plain(self._plain)
-        if self._launches:
-            with _current(self.row.device):
-                for launch in self._launches:
-                    launch()
+        self._run(self.previous)
         return self.row
-
-    def _plan(self) -> None:
-        by_dtype: dict[torch.dtype, list[int]] = {}
-        self._plain = []
-        for i, weight in enumerate(self._channels.weights):
-            if self._takes_rows(i, weight):
-                by_dtype.setdefault(weight.dtype, []).append(i)
-            else:
-                self._plain.append(i)
-        self._launches = [self._launch_of(members) for members in by_dtype.values()]
-
-    def _takes_rows(self, i: int, weight: Tensor) -> bool:
-        """Whether the kernel reads this weight."""
-        return (
-            self._channels.dims[i] == 0
-            and _is_rows(weight, *_ROW_DTYPES)
-            and weight.device == self.row.device
-            and self.row.dtype == torch.float32
-            and weight.numel() <= _LONGEST_ROW * weight.shape[0]
-            and _one_layout(weight, *self.previous[i : i + 1])
-        )
 
     def _launch_of(self, members: list[int]) -> Any:
         from normmatters.kernels.triton.row_norms import RowNormsPlan  # triton is there only where GPUs are
 
-        lists = [self._channels.weights, self._norms, *((self.previous, self._tangents) if self._angle else ())]
+        norms, *tangents = self._parts(self.row)
+        lists = [self._channels.weights, norms, *((self.previous, *tangents) if self._angle else ())]
         return RowNormsPlan(*([xs[i] for i in members] for xs in lists))
 
-    def _read_plain(self, members: list[int]) -> None:
-        weights, dims = self._channels.weights, self._channels.dims
+    def _parts(self, row: Tensor) -> list[tuple[Tensor, ...]]:
+        """Views of each weight's numbers. Made when they are needed: a pickled copy's would be of other memory."""
+        return [part.split(self._channels.sizes) for part in row.split(self._channels.total)]
+
+    def _plainly(self, members: list[int]) -> None:
+        weights, dims, norms = self._channels.weights, self._channels.dims, self._parts(self.row)[0]
         if not self._angle:
             for i in members:
-                channel_norms(weights[i], dims[i], out=self._norms[i])
+                channel_norms(weights[i], dims[i], out=norms[i])
             return
         now, before = [weights[i] for i in members], [self.previous[i] for i in members]
         total = self._channels.total
         old = self.row[:total].clone()
+        distances = self._parts(self._distance)[0]
         torch._foreach_sub_(before, now)
         for i in members:
-            channel_norms(self.previous[i], dims[i], out=self._distances[i])
-            channel_norms(weights[i], dims[i], out=self._norms[i])
+            channel_norms(self.previous[i], dims[i], out=distances[i])
+            channel_norms(weights[i], dims[i], out=norms[i])
         torch._foreach_copy_(before, now)
         # On the whole row, in few operations; what the kernel measures is written over by it.
         self.row[total:] = half_angle_tangent(old, self.row[:total], self._distance)
+
+
+class UpdateScaler(_ByRows):
+    """Multiply the last update of every channel: w ← b + ratio·(w − b), where b are the weights of before.
+
+    Args:
+        channels: the channels of the weights.
+        ratio: `[total]`, the factor of each channel.
+        before: the weights of before, each strided as its weight.
+    """
+
+    def __init__(self, channels: Channels, ratio: Tensor, before: list[Tensor]) -> None:
+        super().__init__(channels, ratio)
+        self._before = before
+
+    @torch.no_grad()
+    def scale_(self) -> None:
+        """Scale the updates in place. No host sync."""
+        self._run(self._before)
+
+    def _launch_of(self, members: list[int]) -> Any:
+        from normmatters.kernels.triton.scale_updates import ScaledUpdatesPlan  # triton is there only where GPUs are
+
+        ratios = self.row.split(self._channels.sizes)
+        return ScaledUpdatesPlan(*([xs[i] for i in members] for xs in (self._channels.weights, self._before, ratios)))
+
+    def _plainly(self, members: list[int]) -> None:
+        weights, before = ([xs[i] for i in members] for xs in (self._channels.weights, self._before))
+        ratios = self._channels.broadcast(self.row)
+        torch._foreach_sub_(weights, before)
+        torch._foreach_mul_(weights, [ratios[i] for i in members])
+        torch._foreach_add_(weights, before)
 
 
 def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:

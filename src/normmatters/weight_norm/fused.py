@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -19,6 +20,8 @@ __all__ = ["fuse", "unfuse"]
 M = TypeVar("M", bound=nn.Module)
 
 _KERNELS = importlib.util.find_spec("triton") is not None and os.environ.get("NORMMATTERS_KERNELS", "1") != "0"
+
+_DEVICE, _DTYPE, _SHAPE = attrgetter("device"), attrgetter("dtype"), attrgetter("shape")
 
 # Bytes of a group in distributed training: what DistributedDataParallel exchanges at a time.
 _BUCKET = 25 * 2**20
@@ -155,14 +158,16 @@ class _Fusion:
                 chosen = [v[i] for i in members], [rho[i] for i in members]
                 self._put(members, bounded_weights_of(*chosen, group.p, group.dtype))
             return
-        # All that the groups depend on. As a rule it is what it was at the last pass, and so are the launches.
+        # All that the groups depend on. As a rule it is what it was at the last pass, and so are the launches. Read by
+        # `map`, as this is the host's time in every pass.
+        kinds = [*map(type, v)]
+        there = v if type(None) not in kinds else [x for x in v if x is not None]
         signature = (
             buckets,
             [torch.is_autocast_enabled(d) and torch.get_autocast_dtype(d) for d in ("cuda", "cpu")],
-            [
-                x if x is None else (type(x), x.device, x.dtype, x.shape, x.stride(), r.device, r.dtype)
-                for x, r in zip(v, rho)
-            ],
+            kinds,
+            [[*map(read, there)] for read in (_DEVICE, _DTYPE, _SHAPE, Tensor.stride)],
+            [[*map(read, rho)] for read in (_DEVICE, _DTYPE)],
         )
         if signature != self._signature:
             self._calls = [

@@ -173,8 +173,8 @@ class Plan:
             v: tensors like those that the plan was made for.
             rho: a float32 scalar for each.
         """
-        pointers = [x.data_ptr() for x in v]
-        addresses = address_table(pointers + [x.data_ptr() for x in rho], v[0].device)
+        pointers = [*map(Tensor.data_ptr, v)]
+        addresses = address_table([*pointers, *map(Tensor.data_ptr, rho)], v[0].device)
         w = torch.empty(self._tables.numel, dtype=self.dtype, device=v[0].device)
         norms = torch.empty(self._tables.rows, dtype=torch.float32, device=v[0].device)
         for launch, tasks in self._forward[aligned(pointers)]:
@@ -183,8 +183,8 @@ class Plan:
 
     def backward(self, g: list[int], v: Sequence[Tensor], rho: Sequence[Tensor], norms: Tensor) -> Tensor:
         """The gradients of all v in one flat buffer. ``g``: where the gradient of each weight is, laid out as its v."""
-        pointers = [x.data_ptr() for x in v]
-        addresses = address_table(pointers + [x.data_ptr() for x in rho], v[0].device)
+        pointers = [*map(Tensor.data_ptr, v)]
+        addresses = address_table([*pointers, *map(Tensor.data_ptr, rho)], v[0].device)
         gradients = address_table(g, v[0].device)
         dv = torch.empty(self._tables.numel, dtype=v[0].dtype, device=v[0].device)
         for launch, tasks in self._backward[aligned(pointers + g)]:
