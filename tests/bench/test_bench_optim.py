@@ -15,11 +15,24 @@ def test_shapes_are_resnet50s():
 
 
 def test_smoke_times_every_optimizer_and_all_checks_pass():
-    rows = bench.run("cpu", smoke=True)
+    rows = list(bench.run("cpu", smoke=True))
     assert [row["optimizer"] for row in rows] == list(bench.OPTIMIZERS)
     assert all(row["check"] == "ok" for row in rows), rows
     assert all(row["milliseconds"] > 0 and row["ratio"] > 0 for row in rows)
     assert rows[0]["ratio"] == 1.0
+    for row in rows:
+        assert row["added"] == row["milliseconds"] - rows[0]["milliseconds"]
+
+
+def test_parameters_are_the_same_each_time_and_nobody_elses():
+    shapes = bench.resnet50_shapes(8, (1, 1), 10)
+    first = bench.make_parameters(shapes, "cpu", torch.float32)
+    values = {n: p.detach().clone() for n, p in first.items()}
+    for p in first.values():
+        p.data.zero_()
+        p.grad.zero_()
+    again = bench.make_parameters(shapes, "cpu", torch.float32)
+    assert all(torch.equal(again[n], values[n]) and again[n].grad.abs().max() > 0 for n in shapes)
 
 
 def test_a_wrong_optimizer_gets_no_number(monkeypatch):

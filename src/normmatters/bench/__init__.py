@@ -161,4 +161,5 @@ def _optim_rows(setup: Setup) -> Iterator[Row]:
             "note": "" if right else row["check"],
             "ms": row["milliseconds"],
             "ratio": row["ratio"],
+            "added_ms": row["added"],
         }

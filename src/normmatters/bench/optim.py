@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ Named = dict[str, nn.Parameter]
 Build = Callable[[Named, bool], tuple[Optimizer, Callable[[], Any]]]
 
 LR, MOMENTUM, WEIGHT_DECAY = 0.1, 0.9, 1e-4
+BASE = "SGD(foreach=True)"  # what the others are compared with
 
 
 def resnet50_shapes(
@@ -60,47 +62,58 @@ def resnet50_shapes(
     return shapes
 
 
-def run(device: str = "cuda", smoke: bool = False) -> list[dict[str, Any]]:
+def run(device: str = "cuda", smoke: bool = False) -> Iterator[dict[str, Any]]:
     """Time every optimizer, one step at a time and as a CUDA graph.
 
     Args:
         device: where the parameters live; graphs are timed on CUDA only.
         smoke: few and small tensors and few repeats, to see that it runs.
 
-    Returns:
+    Yields:
         Rows with ``optimizer``, ``mode`` ("eager" or "graph"), ``milliseconds`` a step (median; None if its check
-        failed), ``ratio`` to ``SGD(foreach=True)`` in that mode, ``check`` ("ok", or what went wrong) and ``device``.
+        failed), ``ratio`` to ``SGD(foreach=True)`` in that mode and ``added`` milliseconds over it, ``check`` ("ok", or
+        what went wrong) and ``device``.
     """
     shapes = resnet50_shapes(8, (1, 1), 10) if smoke else resnet50_shapes()
-    rows: list[dict[str, Any]] = []
+    base: dict[str, float] = {}
+    where = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else device
     for name, (build, graph) in OPTIMIZERS.items():
         verdict = check(build, shapes, device)
         for mode in ("eager", "graph") if graph and torch.device(device).type == "cuda" else ("eager",):
             seconds = None
             if verdict == "ok":
                 seconds = measure(build, shapes, device, mode == "graph", repeats=3 if smoke else 30)
-            rows.append({"optimizer": name, "mode": mode, "milliseconds": seconds and seconds * 1e3, "check": verdict})
-    base = {row["mode"]: row["milliseconds"] for row in rows if row["optimizer"] == "SGD(foreach=True)"}
-    where = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else device
-    for row in rows:
-        own, reference = row["milliseconds"], base.get(row["mode"])
-        row["ratio"] = own / reference if own and reference else None
-        row["device"] = where
-    return rows
+            row: dict[str, Any] = {"optimizer": name, "mode": mode, "check": verdict, "device": where}
+            row |= {"milliseconds": None, "ratio": None, "added": None}
+            if seconds is not None:
+                own = row["milliseconds"] = seconds * 1e3
+                reference = base.setdefault(mode, own) if name == BASE else base.get(mode)
+                if reference is not None:
+                    row |= {"ratio": own / reference, "added": own - reference}
+            yield row
 
 
 def make_parameters(shapes: dict[str, tuple[int, ...]], device: str, dtype: torch.dtype) -> Named:
     """The same parameters and gradients for every device and dtype; weights' gradients orthogonal to each channel."""
-    generator = torch.Generator().manual_seed(0)
     named: Named = {}
-    for name, shape in shapes.items():
+    for name, (p, g) in _numbers(tuple(shapes.items())).items():
+        named[name] = nn.Parameter(p.to(device, dtype, copy=True))
+        named[name].grad = g.to(device, dtype, copy=True)
+    return named
+
+
+@lru_cache(1)
+def _numbers(shapes: tuple[tuple[str, tuple[int, ...]], ...]) -> dict[str, tuple[Tensor, Tensor]]:
+    """Kept: on a CPU they take longer to draw than the steps to time."""
+    generator = torch.Generator().manual_seed(0)
+    numbers: dict[str, tuple[Tensor, Tensor]] = {}
+    for name, shape in shapes:
         p, g = (torch.randn(shape, generator=generator) for _ in range(2))
         if len(shape) > 1:
             dims = tuple(range(1, len(shape)))
             g -= (g * p).sum(dims, keepdim=True) / p.square().sum(dims, keepdim=True) * p
-        named[name] = nn.Parameter(p.to(device, dtype))
-        named[name].grad = (g / 100).to(device, dtype)
-    return named
+        numbers[name] = p, g / 100
+    return numbers
 
 
 def check(build: Build, shapes: dict[str, tuple[int, ...]], device: str, steps: int = 3) -> str:
@@ -229,7 +242,7 @@ def _recorder(named: Named, graph: bool) -> tuple[Optimizer, Callable[[], Any]]:
 
 # Name → how to build it, and whether it can be captured into a CUDA graph.
 OPTIMIZERS: dict[str, tuple[Build, bool]] = {
-    "SGD(foreach=True)": (_plain(lambda named, graph: _sgd(named)), True),
+    BASE: (_plain(lambda named, graph: _sgd(named)), True),
     "SGD(fused=True)": (_plain(lambda named, graph: _sgd(named, foreach=None, fused=True)), True),
     # By default fused on a GPU, and in a graph, where α must live on the device, foreach.
     "WeightDecayFreeSGD": (_plain(_free_sgd), True),
@@ -240,6 +253,8 @@ OPTIMIZERS: dict[str, tuple[Build, bool]] = {
         ),
         True,
     ),
+    "SGD + NormRecorder": (_recorder, True),
+    "SGD + StepSizeCorrection": (_plain(_correction), False),
     "Angular(SGD)": (
         _plain(
             lambda named, graph: Angular(
@@ -258,7 +273,5 @@ OPTIMIZERS: dict[str, tuple[Build, bool]] = {
         ),
         True,
     ),
-    "SGD + StepSizeCorrection": (_plain(_correction), False),
     "SGD + NormSchedule": (_norm_schedule, False),
-    "SGD + NormRecorder": (_recorder, True),
 }

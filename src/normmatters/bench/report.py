@@ -88,7 +88,8 @@ COLUMNS: dict[str, list[Column]] = {
         _name("optimizer", "variant"),
         _name("mode", "mode"),
         _number("ms a step", "ms", 3),
-        _number("÷ SGD", "ratio"),
+        _number("÷ SGD(foreach=True)", "ratio"),
+        _number("+ ms over it", "added_ms", 3),
     ],
 }
 _WIDTHS = {"shape": 15, "variant": 19, "optimizer": 31, "form": 8, "mode": 8, "part": 7}
