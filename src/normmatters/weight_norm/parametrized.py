@@ -59,7 +59,9 @@ def _ready_first(name: str, computed: property) -> property:
         return computed  # from a call for another weight of the same module
 
     def weight(self: nn.Module) -> Tensor:
-        stack = _parametrizations(self)._modules[name]
+        home = self._modules["parametrizations"]  # straight from the dictionaries: attributes of modules take long
+        assert home is not None
+        stack = home._modules[name]
         assert stack is not None
         norm = stack._modules["0"]
         if isinstance(norm, BoundedWeight) and len(stack._modules) == 1:
