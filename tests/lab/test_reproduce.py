@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -136,3 +137,18 @@ def test_a_killed_command_goes_on_and_ends_with_the_same_numbers(tmp_path: Path,
     assert jobs[0].state == "waiting"
     assert Runner(jobs).run() == []
     assert metrics(log.parent) == metrics(tmp_path / "whole" / "fig1" / "wd_on" / "seed0")
+
+
+def test_an_interrupt_that_a_callback_swallows_still_ends_the_runs(tmp_path: Path) -> None:
+    jobs = [job for job in plan(["fig1"], "quick", tmp_path, overrides=MICRO[1:]) if job.id == "fig1/wd_on"]
+
+    def swallow(runner: Runner) -> None:
+        with contextlib.suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)
+
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        Runner(jobs).run(swallow)
+    assert jobs[0].state == "waiting"
+    assert signal.getsignal(signal.SIGINT) is before

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
+import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -139,6 +141,25 @@ def _differing(a: RunConfig, b: RunConfig) -> list[str]:
     return [n for n in names if not n.startswith(_PLACE)]
 
 
+@contextlib.contextmanager
+def _interrupts() -> Iterator[list[int]]:
+    """Ctrl-C raises as ever, and is noted too: an exception that falls into a finalizer or a callback is lost."""
+    seen: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield seen
+        return
+
+    def note(number: int, frame: Any) -> None:
+        seen.append(number)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield seen
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 class Runner:
     """Runs a plan, at most ``workers`` runs at a time; ``on_poll`` is called a few times a second with the runner.
 
@@ -168,8 +189,15 @@ class Runner:
 
     def run(self, on_poll: Callable[[Runner], None] | None = None, poll_s: float = 0.2) -> list[Job]:
         """Run all that is waiting. Returns the jobs that failed or were skipped; Ctrl-C ends the runs first."""
+        with _interrupts() as interrupted:
+            self._run_all(interrupted, on_poll, poll_s)
+        return self.of("failed") + self.of("skipped")
+
+    def _run_all(self, interrupted: list[int], on_poll: Callable[[Runner], None] | None, poll_s: float) -> None:
         try:
             while self.of("waiting") or self.of("running"):
+                if interrupted:
+                    raise KeyboardInterrupt
                 self._collect()
                 self._start()
                 if on_poll is not None:
@@ -178,7 +206,6 @@ class Runner:
                     time.sleep(poll_s)
         finally:
             self._stop()
-        return self.of("failed") + self.of("skipped")
 
     def _start(self) -> None:
         state = {job.folder: job.state for job in self.jobs}
