@@ -22,18 +22,10 @@ from normmatters.convert.swap import check_model, replace_modules
 from normmatters.convert.trace import Untraceable, trace_block
 from normmatters.nn.batchnorm import _LpBatchNorm
 from normmatters.nn.batchnorm_act import ThenAct
+from normmatters.weight_norm.parametrized import WEIGHT_LAYERS
 
 _log = logging.getLogger(__name__)
 
-_LAYERS = (
-    nn.Linear,
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-)
 _NORMS = (*PLAIN_BATCH_NORMS, BatchNormAct2d, SyncBatchNormAct)
 
 
@@ -132,7 +124,7 @@ def _find(model: nn.Module) -> tuple[dict[nn.Module, tuple[nn.Module, bool]], di
                 continue
             source = node.args[0] if node.args else None
             layer = called.get(source) if isinstance(source, fx.Node) else None
-            if layer is None or not isinstance(layer, _LAYERS):
+            if layer is None or not isinstance(layer, WEIGHT_LAYERS):
                 reasons[norm] = "no layer in front of it"
             elif any(places[module] != places[block] or times[module] != 1 for module in (layer, norm)):
                 reasons[norm] = "it or the layer in front of it is used at several places"
@@ -151,8 +143,8 @@ def _find(model: nn.Module) -> tuple[dict[nn.Module, tuple[nn.Module, bool]], di
 def _reason_against(layer: Any, norm: Any, residual: bool) -> str | None:
     if parametrize.is_parametrized(layer):
         return "the weight in front of it is parametrized"
-    if type(layer) not in _LAYERS or type(norm) not in _NORMS:
-        odd = layer if type(layer) not in _LAYERS else norm
+    if type(layer) not in WEIGHT_LAYERS or type(norm) not in _NORMS:
+        odd = layer if type(layer) not in WEIGHT_LAYERS else norm
         return f"{type(odd).__name__} is a subclass: what it adds is not known"
     if has_hooks(layer) or has_hooks(norm):
         return "hooks see its input or output"

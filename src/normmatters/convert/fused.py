@@ -35,14 +35,13 @@ class Program:
 
     ``guards`` are the plain attributes of the block (flags, sizes, absent submodules) that the trace read and their
     values then: with others the original ``forward`` could have taken another way. ``norms`` are the paths of the norms
-    that took over a ReLU. ``takes_link`` says that the block's input is the residual of the norm that ends it.
+    that took over a ReLU. ``linked`` is ``train`` once more with links (:func:`with_links`), empty where the block does
+    not end in a norm that adds; ``takes_link`` says that what it adds is the block's input.
     """
 
     train: str
     evaluate: str
-    linked: (
-        str  # the first once more, with links (see ``linked_forward``); empty if the block does not end in such a norm
-    )
+    linked: str
     takes_link: bool
     guards: tuple[tuple[str, Any], ...]
     norms: tuple[str, ...]

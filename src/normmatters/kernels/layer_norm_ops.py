@@ -14,15 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from normmatters.kernels.library import LIBRARY, needs_operators, on_device, register
 from normmatters.kernels.triton import layer_norm as kernels
 
-_library = torch.library.Library("normmatters", "FRAGMENT")
-
-_library.define(
+LIBRARY.define(
     "layer_norm_forward(Tensor x, Tensor? weight, Tensor? bias, float eps, float constant, bool l1, bool centered) "
     "-> (Tensor, Tensor)"
 )
-_library.define(
+LIBRARY.define(
     "layer_norm_backward(Tensor g, Tensor x, Tensor? weight, Tensor stats, float constant, bool l1, bool centered, "
     "bool parameters, ScalarType weight_dtype, ScalarType bias_dtype) -> (Tensor, Tensor, Tensor)"
 )
@@ -99,9 +98,7 @@ def _register() -> None:
         ("layer_norm_forward", _forward, _fake_forward),
         ("layer_norm_backward", _backward, _fake_backward),
     ):
-        _library.impl(name, kernel, "CUDA")
-        _library.impl(name, kernel, "CPU")  # through Triton's interpreter
-        torch.library.register_fake(f"normmatters::{name}", fake, lib=_library)
+        register(name, kernel, fake)
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         x, weight, bias, _, constant, l1, centered = inputs
@@ -117,7 +114,7 @@ def _register() -> None:
         return dx, dweight if needs[0] else None, dbias if needs[1] else None, None, None, None, None
 
     torch.library.register_autograd(
-        "normmatters::layer_norm_forward", backward, setup_context=setup_context, lib=_library
+        "normmatters::layer_norm_forward", backward, setup_context=setup_context, lib=LIBRARY
     )
 
 
@@ -175,7 +172,7 @@ def layer_norm(
         kind: ``"l1"`` or ``"l2"``.
         constant: the number C of s = C·statistic.
     """
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+    if needs_operators():
         size = math.prod(normalized_shape)
         matrix = input.reshape(input.numel() // size, size)
         weight = None if weight is None else weight.reshape(size)
@@ -183,10 +180,6 @@ def layer_norm(
         l1 = kind == "l1"
         y: Tensor = torch.ops.normmatters.layer_norm_forward(matrix, weight, bias, eps, constant, l1, centered)[0]
         return y.view(input.shape)
-    if input.is_cuda and input.get_device() != torch.cuda.current_device():
-        with torch.cuda.device(input.device):  # kernels run on the current device
-            return layer_norm(
-                input, normalized_shape, weight, bias, eps, kind=kind, constant=constant, centered=centered
-            )
-    y = _LayerNorm.apply(input, weight, bias, normalized_shape, eps, constant, kind == "l1", centered)
+    with on_device(input.device):
+        y = _LayerNorm.apply(input, weight, bias, normalized_shape, eps, constant, kind == "l1", centered)
     return y

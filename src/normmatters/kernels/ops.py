@@ -18,27 +18,25 @@ operator and its autograd formula costs more time than launching all the kernels
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from normmatters.kernels.library import LIBRARY, needs_operators, on_device, register
 from normmatters.kernels.triton import batch_norm as kernels
 from normmatters.kernels.triton.layout import memory_format, view_of
 
-_library = torch.library.Library("normmatters", "FRAGMENT")
-
-_library.define(
+LIBRARY.define(
     "batch_norm_statistics(Tensor x, Tensor(a!)? running_mean, Tensor(b!)? running_var, float momentum, float eps, "
     "str kind, int k, float constant) -> (Tensor, Tensor)"
 )
-_library.define(
+LIBRARY.define(
     "batch_norm_apply(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor? link, Tensor statistics, "
     "Tensor index, str kind, int k, float constant, bool relu, bool lean, bool save, bool linked) "
     "-> (Tensor, Tensor, Tensor, Tensor)"
 )
-_library.define(
+LIBRARY.define(
     "batch_norm_backward(Tensor g, Tensor? link, Tensor saved, Tensor code, Tensor count, Tensor statistics, "
     "Tensor index, Tensor? weight, Tensor? bias, str kind, int k, float constant, bool relu, bool residual, "
     "bool lean, bool need_dresidual, bool channels_last) -> (Tensor, Tensor, Tensor, Tensor)"
@@ -205,14 +203,12 @@ def _register() -> None:
         ("batch_norm_apply", _apply, _fake_apply),
         ("batch_norm_backward", _backward, _fake_backward),
     ):
-        _library.impl(name, kernel, "CUDA")
-        _library.impl(name, kernel, "CPU")  # through Triton's interpreter
-        torch.library.register_fake(f"normmatters::{name}", fake, lib=_library)
+        register(name, kernel, fake)
 
     def backward(ctx: Any, g: Tensor, _code: Any, _count: Any, link: Tensor) -> tuple[Tensor | None, ...]:
         return *_input_gradients(ctx, g, link, torch.ops.normmatters.batch_norm_backward), *[None] * 9
 
-    torch.library.register_autograd("normmatters::batch_norm_apply", backward, setup_context=_save, lib=_library)
+    torch.library.register_autograd("normmatters::batch_norm_apply", backward, setup_context=_save, lib=LIBRARY)
 
 
 _register()
@@ -277,18 +273,11 @@ def batch_norm(
     linked = linked and save
     running = (running_mean, running_var, momentum, eps, kind, k or 0, constant)
     options = (kind, k or 0, constant, relu, lean, save, linked)
-    if not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() == 0:
-        with _on_device_of(x):
+    if not needs_operators():
+        with on_device(x.device):
             out = _BatchNorm.apply(x, weight, bias, residual, link, running, options)
         return out if linked else (out, None)
     with torch.no_grad():
         statistics, index = torch.ops.normmatters.batch_norm_statistics(x.detach(), *running)
     z, _, _, out = torch.ops.normmatters.batch_norm_apply(x, weight, bias, residual, link, statistics, index, *options)
     return z, out if linked else None
-
-
-def _on_device_of(x: Tensor) -> Any:
-    """Kernels run on the current device; switching to the one that is current already would cost time."""
-    if x.is_cuda and x.get_device() != torch.cuda.current_device():
-        return torch.cuda.device(x.device)
-    return contextlib.nullcontext()

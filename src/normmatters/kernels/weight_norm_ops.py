@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 
 from normmatters.kernels import dispatch
+from normmatters.kernels.library import LIBRARY, on_device, register
 from normmatters.kernels.triton import weight_norm as kernels
 from normmatters.kernels.triton.rows import places_of
 
-_library = torch.library.Library("normmatters", "FRAGMENT")
-
-_library.define("bounded_weights(Tensor[] v, Tensor[] rho, int p, ScalarType dtype) -> (Tensor, Tensor)")
-_library.define("bounded_weights_backward(Tensor g, Tensor[] v, Tensor[] rho, Tensor norms, int p) -> Tensor")
+LIBRARY.define("bounded_weights(Tensor[] v, Tensor[] rho, int p, ScalarType dtype) -> (Tensor, Tensor)")
+LIBRARY.define("bounded_weights_backward(Tensor g, Tensor[] v, Tensor[] rho, Tensor norms, int p) -> Tensor")
 
 
 def supported(v: Tensor, rho: Tensor, *, dim: int | None, p: float, k: int | None) -> str | None:
@@ -112,9 +111,7 @@ def _register() -> None:
         ("bounded_weights", _bounded_weights, _fake_bounded_weights),
         ("bounded_weights_backward", _bounded_weights_backward, _fake_bounded_weights_backward),
     ):
-        _library.impl(name, kernel, "CUDA")
-        _library.impl(name, kernel, "CPU")  # through Triton's interpreter
-        torch.library.register_fake(f"normmatters::{name}", fake, lib=_library)
+        register(name, kernel, fake)
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         v, rho, p, _ = inputs
@@ -128,7 +125,7 @@ def _register() -> None:
         dv = torch.ops.normmatters.bounded_weights_backward(g, v, rho, norms, ctx.p)
         return _cut(dv, v), [None] * len(rho), None, None
 
-    torch.library.register_autograd("normmatters::bounded_weights", backward, setup_context=setup_context, lib=_library)
+    torch.library.register_autograd("normmatters::bounded_weights", backward, setup_context=setup_context, lib=LIBRARY)
 
 
 _register()
@@ -164,11 +161,8 @@ class Together:
         self._views = [(x.shape, x.stride(), place) for x, place in zip(v, places)]
 
     def __call__(self, v: Sequence[Tensor], rho: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        device = v[0].device
-        if device.type == "cuda" and device.index != torch.cuda.current_device():
-            with torch.cuda.device(device):  # kernels run on the current device
-                return self(v, rho)
-        weights: tuple[Tensor, ...] = _BoundedWeights.apply(self, rho, *v)
+        with on_device(v[0].device):
+            weights: tuple[Tensor, ...] = _BoundedWeights.apply(self, rho, *v)
         return weights
 
     def cut(self, flat: Tensor) -> tuple[Tensor, ...]:

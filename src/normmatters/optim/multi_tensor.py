@@ -6,6 +6,7 @@ all weights on a GPU whose channels are rows.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import importlib.util
 from itertools import chain
@@ -154,7 +155,7 @@ class ChannelTurner:
             self._launches.append((members, rotate_rows.RotationPlan([weights[i] for i in members], form)))
 
 
-class _ByRows:
+class _ByRows(abc.ABC):
     """Work on the channels of many weights, in one launch for all weights of a dtype that a kernel takes.
 
     Subclasses define `_launch_of` the kernel and `_plainly` for the rest.
@@ -201,11 +202,11 @@ class _ByRows:
                 self._plain.append(i)
         self._launches = [self._launch_of(members) for members in by_dtype.values()]
 
-    def _launch_of(self, members: list[int]) -> Any:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _launch_of(self, members: list[int]) -> Any: ...
 
-    def _plainly(self, members: list[int]) -> None:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _plainly(self, members: list[int]) -> None: ...
 
 
 class ChannelMeter(_ByRows):

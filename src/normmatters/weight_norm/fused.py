@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from normmatters.weight_norm.parametrizations import BoundedWeight
-from normmatters.weight_norm.parametrized import own_parametrization
+from normmatters.weight_norm.parametrized import WEIGHT_LAYERS, own_parametrization
 
 __all__ = ["fuse", "unfuse"]
 
@@ -25,17 +25,6 @@ _DEVICE, _DTYPE, _SHAPE = attrgetter("device"), attrgetter("dtype"), attrgetter(
 
 # Bytes of a group in distributed training: what DistributedDataParallel exchanges at a time.
 _BUCKET = 25 * 2**20
-
-# Autocast runs these in low precision: their weights are made in that precision, so that nothing is left to cast.
-_LOW_PRECISION = (
-    nn.Linear,
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-)
 
 
 def fuse(model: M) -> M:
@@ -69,7 +58,8 @@ def fuse(model: M) -> M:
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a module, got {type(model).__name__}")
     layers = [
-        _Layer(owner.parametrizations, name, stack, norm, stack.original.shape, isinstance(owner, _LOW_PRECISION))
+        # Autocast runs these in low precision: their weights are made in it, so that nothing is left to cast.
+        _Layer(owner.parametrizations, name, stack, norm, stack.original.shape, isinstance(owner, WEIGHT_LAYERS))
         for owner in model.modules()
         if parametrize.is_parametrized(owner)
         for name, stack in owner.parametrizations.items()  # type: ignore[union-attr, operator]

@@ -7,19 +7,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from normmatters.weight_norm.parametrizations import BoundedWeight, ClassicWeight
-from normmatters.weight_norm.parametrized import own_parametrization
+from normmatters.weight_norm.parametrized import WEIGHT_LAYERS, own_parametrization
 
 __all__ = ["move_rho_to_last_layer"]
 
-_WEIGHT_LAYERS = (
-    nn.Linear,
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-)
 # f(a·x) = a·f(x) for every a > 0: the scale of their input passes through to their output.
 _HOMOGENEOUS = (
     nn.Identity,
@@ -93,12 +84,12 @@ def _weight_layers(model: nn.Sequential) -> list[nn.Module]:
     if not _is_plain_sequential(model):
         raise TypeError(f"expected an nn.Sequential, whose order of layers is known, got {type(model).__name__}")
     path = list(_flatten(model, ""))
-    places = [i for i, (_, module) in enumerate(path) if isinstance(module, _WEIGHT_LAYERS)]
+    places = [i for i, (_, module) in enumerate(path) if isinstance(module, WEIGHT_LAYERS)]
     layers = [path[i][1] for i in places]
     if not any(isinstance(own_parametrization(layer, "weight"), BoundedWeight) for layer in layers):
         raise ValueError("found no linear or convolutional layer with bounded weight norm")
     for name, module in path[places[0] : places[-1]]:
-        if not isinstance(module, _WEIGHT_LAYERS + _HOMOGENEOUS):
+        if not isinstance(module, WEIGHT_LAYERS + _HOMOGENEOUS):
             raise ValueError(
                 f"layer {name} is a {type(module).__name__}: a positive scale does not pass through it unchanged, "
                 "so rho cannot be moved past it"

@@ -17,7 +17,18 @@ from torch.nn.utils import parametrize
 
 from normmatters.weight_norm.parametrizations import BoundedWeight, ClassicWeight
 
-__all__ = ["complete_class", "own_parametrization"]
+__all__ = ["WEIGHT_LAYERS", "complete_class", "own_parametrization"]
+
+#: Layers whose output is linear in their weight, and a channel of it in one slice.
+WEIGHT_LAYERS = (
+    nn.Linear,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+)
 
 
 def own_parametrization(module: nn.Module, name: str) -> BoundedWeight | ClassicWeight | None:
