@@ -397,8 +397,7 @@ class SumsPlan(NamedTuple):
 def _sums_plan(view: View, dtype: torch.dtype, kind: str) -> SumsPlan:
     tiling = apply_tiling_of(view, dtype.itemsize)
     grid = (-(-view.cols // tiling.block_c), tiling.splits)
-    blocks = {"EVEN": _even(view, tiling), "BLOCK_R": tiling.block_r, "BLOCK_C": tiling.block_c}
-    options = {"num_warps": tiling.num_warps, "maxnreg": MAX_REGISTERS}
+    even = _even(view, tiling)
     sums = _launch(
         stats.moments_kernel,
         grid,
@@ -406,14 +405,15 @@ def _sums_plan(view: View, dtype: torch.dtype, kind: str) -> SumsPlan:
         {
             "KIND": KINDS["mean"],
             "CONTIGUOUS": False,
-            "EVEN": blocks["EVEN"],
+            "EVEN": even,
             "KEEP_R": False,
             "PILOT_SPLITS": 0,
             "GROUP": 1,
             "BLOCK_R": tiling.block_r,
             "BLOCK_C": tiling.block_c,
         },
-        **options,
+        num_warps=tiling.num_warps,
+        maxnreg=MAX_REGISTERS,
     )
     deviations = None
     if kind != "mean":
@@ -423,13 +423,14 @@ def _sums_plan(view: View, dtype: torch.dtype, kind: str) -> SumsPlan:
             (view.rows, view.cols, tiling.tiles),
             {
                 "KIND": KINDS[kind],
-                "EVEN": blocks["EVEN"],
+                "EVEN": even,
                 "SPLITS": tiling.splits,
                 "BLOCK_S": next_power_of_2(tiling.splits),
                 "BLOCK_R": tiling.block_r,
                 "BLOCK_C": tiling.block_c,
             },
-            **options,
+            num_warps=tiling.num_warps,
+            maxnreg=MAX_REGISTERS,
         )
     return SumsPlan(sums, deviations, 2 * tiling.splits * view.channels, view.n / (view.n - 1))
 
