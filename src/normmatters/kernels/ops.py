@@ -92,13 +92,14 @@ def _apply(
     linked: bool,
     *,
     early: bool = False,
+    finalize: kernels.Finalize | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The output, the codes and counts that the backward pass needs (empty unless ``save``), and the link if wanted."""
     x = _dense(x)
     if residual is not None:
         residual = residual.contiguous(memory_format=memory_format(x))
     z, code, count = kernels.normalize(
-        x, weight, bias, residual, statistics, kind, relu=relu, lean=lean, save=save, early=early
+        x, weight, bias, residual, statistics, kind, relu=relu, lean=lean, save=save, early=early, finalize=finalize
     )
     return z, code, count, _link(z, linked)
 
@@ -232,8 +233,12 @@ class _BatchNorm(torch.autograd.Function):
         added = residual
         if residual is not None:  # before the statistics, so that nothing is launched between them and what follows
             added = residual.contiguous(memory_format=memory_format(x))
-        statistics, index = kernels.statistics(x, *running)
-        output = _apply(x, weight, bias, added, link, statistics, index, *options, early=True)
+        finalize = kernels.sums(x, *running)
+        if finalize is None:
+            statistics, index = kernels.statistics(x, *running)
+        else:
+            statistics, index = x.new_empty((3, x.shape[1]), dtype=torch.float32), None
+        output = _apply(x, weight, bias, added, link, statistics, index, *options, early=True, finalize=finalize)
         *_, save, linked = options
         if save:
             _save(ctx, (x, weight, bias, residual, link, statistics, index, *options), output)

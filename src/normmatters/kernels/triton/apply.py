@@ -17,7 +17,21 @@ import triton
 import triton.language as tl
 
 from normmatters.kernels.triton.launch import wait_for_previous
-from normmatters.kernels.triton.stats import EXTREME, L1, L2, MEAN, ROWS, add_entries, by_group, load_tile, tile_rows
+from normmatters.kernels.triton.stats import (
+    EXTREME,
+    L1,
+    L2,
+    MEAN,
+    ROWS,
+    add_entries,
+    add_splits,
+    by_group,
+    load_tile,
+    scale_factors,
+    tile_rows,
+    whole_statistics,
+    write_statistics,
+)
 
 # What the backward pass knows x̂ from.
 FROM_INPUT: tl.constexpr = tl.constexpr(0)
@@ -51,6 +65,9 @@ def normalize_kernel(
     weight_ptr,
     bias_ptr,
     stats_ptr,
+    scratch_ptr,
+    running_mean_ptr,
+    running_var_ptr,
     z_ptr,
     code_ptr,
     count_ptr,
@@ -60,6 +77,15 @@ def normalize_kernel(
     channels,
     entries,
     tiles,
+    constant,
+    momentum,
+    eps,
+    unbias,
+    KIND: tl.constexpr,
+    FINALIZE: tl.constexpr,
+    HAS_RUNNING: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    SPLITS: tl.constexpr,
     CONTIGUOUS: tl.constexpr,
     EVEN: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
@@ -74,7 +100,10 @@ def normalize_kernel(
     BLOCK_C: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """z and its codes. EARLY: the kernel before is the one that made the statistics, and has waited for all else."""
+    """z and its codes. EARLY: the kernel before is the one that made the statistics, and has waited for all else.
+
+    FINALIZE: there are partial sums instead of statistics, and the first programs write these too.
+    """
     if not EARLY:
         wait_for_previous(OVERLAP)
     pid = tl.program_id(0)
@@ -86,28 +115,46 @@ def normalize_kernel(
     if CONTIGUOUS:
         channel = col // spatial
     gamma, beta = load_affine(weight_ptr, bias_ptr, channel, inside, HAS_WEIGHT, HAS_BIAS)
-    ahead = load_tile(x_ptr, split, col, rows, cols, BLOCK_R, EVEN, False)
+    # Against the way of the kernel before, which went forwards: the cache holds what it read last.
+    start = tiles - 1 - split if FINALIZE else split
+    ahead = load_tile(x_ptr, start, col, rows, cols, BLOCK_R, EVEN, False)
     if HAS_RESIDUAL:
-        residual_ahead = load_tile(residual_ptr, split, col, rows, cols, BLOCK_R, EVEN, False)
+        residual_ahead = load_tile(residual_ptr, start, col, rows, cols, BLOCK_R, EVEN, False)
     if EARLY:
         wait_for_previous(OVERLAP)
-    mean = tl.load(stats_ptr + channel, mask=inside, other=0.0)
-    inverse = tl.load(stats_ptr + channels + channel, mask=inside, other=0.0)
+    if FINALIZE:
+        mean, scale = whole_statistics(
+            x_ptr, scratch_ptr, channel, inside, channels, rows, constant, KIND, SPLITS, BLOCK_S
+        )
+        inverse, _ = scale_factors(mean, scale, eps, KIND)
+        if split == 0:
+            write_statistics(
+                stats_ptr, running_mean_ptr, running_var_ptr, channel, inside, channels,
+                mean, scale, momentum, eps, unbias, HAS_RUNNING, KIND,
+            )  # fmt: skip
+    else:
+        mean = tl.load(stats_ptr + channel, mask=inside, other=0.0)
+        inverse = tl.load(stats_ptr + channels + channel, mask=inside, other=0.0)
     slope = (gamma * inverse)[None, None, :]
     count = tl.zeros((BLOCK_R, BLOCK_C), tl.int32)
     for it in range(split, tiles, splits):
-        row = tile_rows(it, BLOCK_R)
+        tile = it
+        following = it + splits
+        if FINALIZE:
+            tile = tiles - 1 - it
+            following = tl.where(tile >= splits, tile - splits, tiles)
+        row = tile_rows(tile, BLOCK_R)
         mask = row < rows
         if not EVEN:
             mask = mask & inside[None, None, :]
         d = ahead.to(tl.float32) - mean[None, None, :]
         if not EVEN and COUNT:
             d = tl.where(mask, d, -1e30)  # what lies outside is not above the mean
-        ahead = load_tile(x_ptr, it + splits, col, rows, cols, BLOCK_R, EVEN, False)
+        ahead = load_tile(x_ptr, following, col, rows, cols, BLOCK_R, EVEN, False)
         y = d * slope + beta[None, None, :]
         if HAS_RESIDUAL:
             y += residual_ahead.to(tl.float32)
-            residual_ahead = load_tile(residual_ptr, it + splits, col, rows, cols, BLOCK_R, EVEN, False)
+            residual_ahead = load_tile(residual_ptr, following, col, rows, cols, BLOCK_R, EVEN, False)
         z = y
         if RELU:
             # NaN passes through, as in PyTorch.
@@ -133,7 +180,7 @@ def normalize_kernel(
                 tops = (word >> 3) & 0x1111
                 above = (tops + (tops >> 4) + (tops >> 8) + (tops >> 12)) & 7
         if CODE_BITS > 0:
-            packed = it * BLOCK_R + tl.arange(0, BLOCK_R)
+            packed = tile * BLOCK_R + tl.arange(0, BLOCK_R)
             fits = (packed * ROWS < rows)[:, None]
             if not EVEN:
                 fits = fits & inside[None, :]
@@ -303,6 +350,47 @@ def reduce_kernel(
 
 
 @triton.jit
+def solve(
+    first,
+    second,
+    count,
+    inverse,
+    ratio,
+    gamma,
+    beta,
+    n,
+    constant,
+    KIND: tl.constexpr,
+    SOURCE: tl.constexpr,
+    K: tl.constexpr,
+    ROUNDING: tl.constexpr,
+    TINY: tl.constexpr,
+):
+    """dγ and the coefficients of dx = A·g + B·t + E from Σg and Σg·t; and what each extreme element gets."""
+    if SOURCE == FROM_INPUT:
+        dweight = second * inverse
+    elif SOURCE == FROM_OUTPUT:
+        vague = is_vague(gamma, beta, ROUNDING, TINY)
+        dweight = second * tl.where(vague, ratio / constant, 1.0 / tl.where(vague, 1.0, gamma))
+    else:
+        dweight = (second + 0.5 * first) * STEP  # Σg·(code − 7.5)
+    slope = gamma * inverse
+    even = -slope * first / n
+    pull = slope * dweight / n  # (1/D)·mean(ĝx̂)
+    tilt = pull * 0.0
+    each = pull * 0.0
+    if KIND == L1:
+        # sign = 2·[x ≥ μ] − 1, and its mean is taken off: only the bit and its mean remain.
+        tilt = -2.0 * constant * ratio * pull
+        even -= tilt * count / n
+    elif KIND == L2:
+        tilt = -constant * constant * pull * inverse
+    elif KIND != MEAN:
+        each = -constant * ratio * pull * n / K
+    return dweight, slope, tilt, even, each
+
+
+@triton.jit
 def gradient_kernel(
     scratch_ptr,
     count_ptr,
@@ -337,6 +425,7 @@ def gradient_kernel(
     inverse = tl.load(stats_ptr + channels + channel, mask=mask, other=1.0)
     ratio = tl.load(stats_ptr + 2 * channels + channel, mask=mask, other=0.0)
     gamma, beta = load_affine(weight_ptr, bias_ptr, channel, mask, HAS_WEIGHT, HAS_BIAS)
+    count = inverse
     if KIND == L1:
         count, _, _ = add_entries(count_ptr, 0, channel, mask, splits, entries, per_channel, 1, BLOCK_E, BLOCK_C)
     wait_for_previous(OVERLAP)
@@ -344,29 +433,12 @@ def gradient_kernel(
     first, second, _ = add_entries(
         part_ptr, splits * entries, channel, mask, splits, entries, per_channel, PLANES, BLOCK_E, BLOCK_C
     )
-    if SOURCE == FROM_INPUT:
-        dweight = second * inverse
-    elif SOURCE == FROM_OUTPUT:
-        vague = is_vague(gamma, beta, ROUNDING, TINY)
-        dweight = second * tl.where(vague, ratio / constant, 1.0 / tl.where(vague, 1.0, gamma))
-    else:
-        dweight = (second + 0.5 * first) * STEP  # Σg·(code − 7.5)
+    dweight, slope, tilt, even, each = solve(
+        first, second, count, inverse, ratio, gamma, beta, n, constant, KIND, SOURCE, K, ROUNDING, TINY
+    )
     tl.store(dbias_ptr + channel, first, mask=mask)
     tl.store(dweight_ptr + channel, dweight, mask=mask)
 
-    slope = gamma * inverse
-    even = -slope * first / n
-    pull = slope * dweight / n  # (1/D)·mean(ĝx̂)
-    tilt = pull * 0.0
-    each = pull * 0.0
-    if KIND == L1:
-        # sign = 2·[x ≥ μ] − 1, and its mean is taken off: only the bit and its mean remain.
-        tilt = -2.0 * constant * ratio * pull
-        even -= tilt * count / n
-    elif KIND == L2:
-        tilt = -constant * constant * pull * inverse
-    elif KIND != MEAN:
-        each = -constant * ratio * pull * n / K
     tl.store(coefficient_ptr + channel, slope, mask=mask)
     tl.store(coefficient_ptr + channels + channel, tilt, mask=mask)
     tl.store(coefficient_ptr + 2 * channels + channel, even, mask=mask)
@@ -380,16 +452,30 @@ def input_gradient_kernel(
     code_ptr,
     stats_ptr,
     coefficient_ptr,
+    count_ptr,
+    weight_ptr,
+    bias_ptr,
     index_ptr,
     dx_ptr,
     dresidual_ptr,
+    dweight_ptr,
+    dbias_ptr,
     rows,
     cols,
     spatial,
     channels,
     tiles,
+    constant,
     KIND: tl.constexpr,
     K: tl.constexpr,
+    SOLVE: tl.constexpr,
+    SOURCE: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ROUNDING: tl.constexpr,
+    TINY: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    SPLITS: tl.constexpr,
     CODE_BITS: tl.constexpr,
     CONTIGUOUS: tl.constexpr,
     EVEN: tl.constexpr,
@@ -399,7 +485,10 @@ def input_gradient_kernel(
     BLOCK_C: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """dx = A·g + B·t + E, and the residual's gradient: the masked g."""
+    """dx = A·g + B·t + E, and the residual's gradient: the masked g.
+
+    SOLVE: there are partial sums instead of coefficients, and the first programs write dγ and dβ too.
+    """
     pid = tl.program_id(0)
     split = tl.program_id(1)
     splits = tl.num_programs(1)
@@ -414,10 +503,31 @@ def input_gradient_kernel(
         words_ahead = load_words(code_ptr, split, col, rows, cols, BLOCK_R, EVEN)
     if KIND == L2:
         x_ahead = load_tile(saved_ptr, split, col, rows, cols, BLOCK_R, EVEN, False)
+    if SOLVE:
+        inverse = tl.load(stats_ptr + channels + channel, mask=inside, other=1.0)
+        ratio = tl.load(stats_ptr + 2 * channels + channel, mask=inside, other=0.0)
+        gamma, beta = load_affine(weight_ptr, bias_ptr, channel, inside, HAS_WEIGHT, HAS_BIAS)
+        count = inverse
+        if KIND == L1:
+            count = add_splits(count_ptr, channel, inside, channels, SPLITS, BLOCK_S).to(tl.float32)
     wait_for_previous(OVERLAP)
-    slope = tl.load(coefficient_ptr + channel, mask=inside, other=0.0)[None, None, :]
-    tilt = tl.load(coefficient_ptr + channels + channel, mask=inside, other=0.0)
-    even = tl.load(coefficient_ptr + 2 * channels + channel, mask=inside, other=0.0)
+    if SOLVE:
+        part_ptr = coefficient_ptr + 4 * channels
+        first = add_splits(part_ptr, channel, inside, channels, SPLITS, BLOCK_S)
+        second = first
+        if KIND != MEAN:
+            second = add_splits(part_ptr + SPLITS * channels, channel, inside, channels, SPLITS, BLOCK_S)
+        dweight, slope, tilt, even, each = solve(
+            first, second, count, inverse, ratio, gamma, beta, rows * 1.0, constant, KIND, SOURCE, 1, ROUNDING, TINY
+        )
+        if split == 0:
+            tl.store(dbias_ptr + channel, first, mask=inside)
+            tl.store(dweight_ptr + channel, dweight, mask=inside)
+    else:
+        slope = tl.load(coefficient_ptr + channel, mask=inside, other=0.0)
+        tilt = tl.load(coefficient_ptr + channels + channel, mask=inside, other=0.0)
+        even = tl.load(coefficient_ptr + 2 * channels + channel, mask=inside, other=0.0)
+    slope = slope[None, None, :]
     if KIND == EXTREME:
         # The sparse term sums to zero over a channel: what the extremes get, all the others give.
         each = tl.load(coefficient_ptr + 3 * channels + channel, mask=inside, other=0.0)

@@ -11,9 +11,12 @@ from torch import Tensor
 from normmatters.kernels.triton import apply, select, stats
 from normmatters.kernels.triton.launch import Launch
 from normmatters.kernels.triton.layout import (
+    CACHED,
     ROWS_PER_CODE,
     Tiling,
     View,
+    apply_tiling_of,
+    is_small,
     next_power_of_2,
     tiling_of,
     view_of,
@@ -75,7 +78,7 @@ def saved_shapes(view: View, itemsize: int, kind: str, *, relu: bool, residual: 
     saved = Saved((view.code_rows, view.cols) if bits else (0, 0), torch.int16 if bits == 4 else torch.int8)
     if kind != "l1":
         return saved
-    tiling = tiling_of(view, itemsize)
+    tiling = apply_tiling_of(view, itemsize)
     # The least integer that holds what one program can count.
     most = -(-tiling.tiles // tiling.splits) * tiling.block_r * ROWS_PER_CODE * tiling.group
     dtype = torch.uint8 if most <= 255 else torch.int16 if most <= 32767 else torch.int32
@@ -252,6 +255,11 @@ def statistics(
     """μ, 1/D and s/D as rows of one [3, C] tensor, and the extreme elements' offsets; moves the running statistics."""
     view = view_of(x)
     out = _empty(x, 3, view.channels)
+    whole = sums(x, running_mean, running_var, momentum, eps, kind, k, constant)
+    if whole is not None:
+        launch = _whole_plan(view, x.dtype, kind, whole.running)
+        launch((x, whole.scratch, out, whole.running_mean, whole.running_var), whole.numbers)
+        return out, None
     has_running = running_mean is not None or running_var is not None
     # Where only one of them is kept, the other one moves in vain.
     unused = _empty(x, view.channels) if has_running and (running_mean is None or running_var is None) else out
@@ -294,14 +302,21 @@ def _normalize_plan(
     lean: bool,
     save: bool,
     early: bool,
+    finalize: bool,
+    running: tuple[torch.dtype, torch.dtype] | None,
 ) -> NormalizePlan:
-    tiling = tiling_of(view, dtype.itemsize)
+    tiling = apply_tiling_of(view, dtype.itemsize)
     bits = code_bits(kind, relu=relu, residual=residual, lean=lean) if save else 0
     launch = _launch(
         apply.normalize_kernel,
         (-(-view.cols // tiling.block_c), tiling.splits),
         (view.rows, view.cols, view.spatial, view.channels, tiling.entries(view), tiling.tiles),
         {
+            "KIND": KINDS[kind],
+            "FINALIZE": finalize,
+            "HAS_RUNNING": running is not None,
+            "BLOCK_S": next_power_of_2(tiling.splits),
+            "SPLITS": tiling.splits,
             "CONTIGUOUS": view.spatial > 1,
             "EVEN": _even(view, tiling),
             "HAS_WEIGHT": affine[0] is not None,
@@ -317,10 +332,20 @@ def _normalize_plan(
         },
         num_warps=tiling.num_warps,
         # With a residual, two tensors are on their way at a time: fewer programs, more loads each.
-        maxnreg=None if residual else MAX_REGISTERS,
+        maxnreg=None if residual and not is_small(view, dtype.itemsize) else MAX_REGISTERS,
     )
     saved = saved_shapes(view, dtype.itemsize, kind, relu=relu, residual=residual, lean=lean, save=save)
     return NormalizePlan(launch, saved)
+
+
+class Finalize(NamedTuple):
+    """Partial sums of a small tensor, of which :func:`normalize` makes the statistics itself."""
+
+    scratch: Tensor
+    running_mean: Tensor
+    running_var: Tensor
+    running: tuple[torch.dtype, torch.dtype] | None
+    numbers: tuple[float, float, float, float]  # constant, momentum, eps, n/(n−1)
 
 
 def normalize(
@@ -335,14 +360,18 @@ def normalize(
     lean: bool,
     save: bool,
     early: bool = False,
+    finalize: Finalize | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The output, its codes, and how many elements lie above the mean (L1); the last two empty unless ``save``.
 
     ``early`` says that :func:`statistics` of this very ``x`` was the last thing launched: then the other tensors can be
-    read before it has ended.
+    read before it has ended. With ``finalize``, ``statistics`` is written, not read.
     """
-    has_residual = residual is not None
-    plan = _normalize_plan(view_of(x), x.dtype, _affine(weight, bias), has_residual, kind, relu, lean, save, early)
+    has_residual, finalizes = residual is not None, finalize is not None
+    running = None if finalize is None else finalize.running
+    plan = _normalize_plan(
+        view_of(x), x.dtype, _affine(weight, bias), has_residual, kind, relu, lean, save, early, finalizes, running
+    )
     z = torch.empty_like(x)
     saved = plan.saved
     code = _empty(x, *saved.code, dtype=saved.code_dtype)
@@ -350,15 +379,115 @@ def normalize(
     w = statistics if weight is None else weight
     b = statistics if bias is None else bias
     r = x if residual is None else residual
-    plan.launch((x, r, w, b, statistics, z, code, count))
+    scratch, rm, rv, _, numbers = finalize or Finalize(statistics, statistics, statistics, None, (0.0, 0.0, 0.0, 0.0))
+    plan.launch((x, r, w, b, statistics, scratch, rm, rv, z, code, count), numbers)
     return z, code, count
+
+
+class SumsPlan(NamedTuple):
+    """The launches of :func:`sums` at one shape."""
+
+    sums: Launch
+    deviations: Launch | None
+    scratch: int
+    unbias: float
+
+
+@functools.cache
+def _sums_plan(view: View, dtype: torch.dtype, kind: str) -> SumsPlan:
+    tiling = apply_tiling_of(view, dtype.itemsize)
+    grid = (-(-view.cols // tiling.block_c), tiling.splits)
+    even = _even(view, tiling)
+    sums = _launch(
+        stats.moments_kernel,
+        grid,
+        (view.rows, view.cols, 1, view.channels, view.channels, view.n, tiling.tiles),
+        {
+            "KIND": KINDS["mean"],
+            "CONTIGUOUS": False,
+            "EVEN": even,
+            "KEEP_R": False,
+            "PILOT_SPLITS": 0,
+            "GROUP": 1,
+            "BLOCK_R": tiling.block_r,
+            "BLOCK_C": tiling.block_c,
+        },
+        num_warps=tiling.num_warps,
+        maxnreg=MAX_REGISTERS,
+    )
+    deviations = None
+    if kind != "mean":
+        deviations = _launch(
+            stats.deviation_kernel,
+            grid,
+            (view.rows, view.cols, tiling.tiles),
+            {
+                "KIND": KINDS[kind],
+                "EVEN": even,
+                "SPLITS": tiling.splits,
+                "BLOCK_S": next_power_of_2(tiling.splits),
+                "BLOCK_R": tiling.block_r,
+                "BLOCK_C": tiling.block_c,
+            },
+            num_warps=tiling.num_warps,
+            maxnreg=MAX_REGISTERS,
+        )
+    return SumsPlan(sums, deviations, 2 * tiling.splits * view.channels, view.n / (view.n - 1))
+
+
+@functools.cache
+def _whole_plan(view: View, dtype: torch.dtype, kind: str, running: tuple[torch.dtype, torch.dtype] | None) -> Launch:
+    tiling = apply_tiling_of(view, dtype.itemsize)
+    return _launch(
+        stats.whole_finalize_kernel,
+        (-(-view.cols // tiling.block_c), 1),
+        (view.rows, view.cols),
+        {
+            "KIND": KINDS[kind],
+            "HAS_RUNNING": running is not None,
+            "SPLITS": tiling.splits,
+            "BLOCK_S": next_power_of_2(tiling.splits),
+            "BLOCK_C": tiling.block_c,
+        },
+        num_warps=tiling.num_warps,
+    )
+
+
+def sums(
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    momentum: float,
+    eps: float,
+    kind: str,
+    k: int,
+    constant: float,
+) -> Finalize | None:
+    """What :func:`normalize` needs to make the statistics itself; None where that does not pay or cannot be done."""
+    view = view_of(x)
+    has_running = running_mean is not None
+    if not is_small(view, x.element_size(), CACHED) or kind not in ("l1", "l2", "mean"):
+        return None
+    if has_running != (running_var is not None) or (
+        has_running and not (running_mean.is_contiguous() and running_var.is_contiguous())  # type: ignore[union-attr]
+    ):
+        return None
+    plan = _sums_plan(view, x.dtype, kind)
+    scratch = _empty(x, plan.scratch)
+    plan.sums((x, scratch, scratch))
+    if plan.deviations is not None:
+        plan.deviations((x, scratch))
+    numbers = (constant, momentum, eps, plan.unbias)
+    if running_mean is None or running_var is None:
+        return Finalize(scratch, scratch, scratch, None, numbers)
+    return Finalize(scratch, running_mean, running_var, (running_mean.dtype, running_var.dtype), numbers)
 
 
 class GradientPlan(NamedTuple):
     """The launches of :func:`gradient` at one shape; scratch holds the coefficients, then the partial sums."""
 
     reduce: Launch
-    finish: Launch
+    finish: Launch | None
     input_gradient: Launch
     scatter: Launch | None
     scratch: int
@@ -377,13 +506,14 @@ def _gradient_plan(
     need_dresidual: bool,
     linked: bool,
 ) -> GradientPlan:
-    tiling = tiling_of(view, dtype.itemsize)
+    tiling = apply_tiling_of(view, dtype.itemsize)
     number = KINDS[kind]
     contiguous, even = view.spatial > 1, _even(view, tiling)
     entries = tiling.entries(view)
     source = (1 if inverts_output(relu=relu, residual=residual) else 2) if lean else 0
     bits = code_bits(kind, relu=relu, residual=residual, lean=lean)
     terms = kept(kind, k)
+    solves = is_small(view, dtype.itemsize) and not terms
     has = {"HAS_WEIGHT": affine[0] is not None, "HAS_BIAS": affine[1] is not None}
     rounding = {"ROUNDING": _ROUNDING[dtype], "TINY": _TINY[dtype]}
     blocks = {"BLOCK_R": tiling.block_r, "BLOCK_C": tiling.block_c}
@@ -410,20 +540,24 @@ def _gradient_plan(
         maxnreg=None if linked and source == 0 else MAX_REGISTERS,
     )
     block_c, block_e, programs = _channel_blocks(view)
-    finish = _launch(
-        apply.gradient_kernel,
-        (programs, 1),
-        (view.channels, entries, tiling.splits, view.spatial // tiling.group, view.n),
-        {
-            "KIND": number,
-            "SOURCE": source,
-            "K": 1 if kind == "range" else max(terms, 1),
-            **has,
-            **rounding,
-            "BLOCK_E": block_e,
-            "BLOCK_C": block_c,
-        },
-        num_warps=8,
+    finish = (
+        None
+        if solves
+        else _launch(
+            apply.gradient_kernel,
+            (programs, 1),
+            (view.channels, entries, tiling.splits, view.spatial // tiling.group, view.n),
+            {
+                "KIND": number,
+                "SOURCE": source,
+                "K": 1 if kind == "range" else max(terms, 1),
+                **has,
+                **rounding,
+                "BLOCK_E": block_e,
+                "BLOCK_C": block_c,
+            },
+            num_warps=8,
+        )
     )
     # What the sums kernel wrote of a linked gradient is behind the ReLU already.
     masks = relu and not linked
@@ -434,6 +568,12 @@ def _gradient_plan(
         {
             "KIND": number,
             "K": terms,
+            "SOLVE": solves,
+            "SOURCE": source,
+            **has,
+            **rounding,
+            "BLOCK_S": next_power_of_2(tiling.splits),
+            "SPLITS": tiling.splits,
             "CODE_BITS": bits if masks or kind == "l1" else 0,
             "CONTIGUOUS": contiguous,
             "EVEN": even,
@@ -484,8 +624,14 @@ def gradient(
     behind = torch.empty_like(g) if linked or (need_dresidual and relu) else dx
     extremes = statistics if index is None else index
     plan.reduce((g, g if link is None else link, behind, saved, code, w, b, statistics, scratch))
-    plan.finish((scratch, count, w, b, statistics, dweight, dbias), (constant,))
-    plan.input_gradient((behind if linked else g, saved, code, statistics, scratch, extremes, dx, behind))
+    if plan.finish is not None:
+        plan.finish((scratch, count, w, b, statistics, dweight, dbias), (constant,))
+    plan.input_gradient(
+        (
+            behind if linked else g, saved, code, statistics, scratch, count, w, b, extremes, dx, behind, dweight, dbias
+        ),
+        (constant,),
+    )  # fmt: skip
     if plan.scatter is not None:
         plan.scatter((dx, extremes, scratch))
     return dx, dweight, dbias, behind if need_dresidual and behind is not dx else None

@@ -110,3 +110,28 @@ def tiling_of(view: View, itemsize: int, programs: int = _WAVE) -> Tiling:
     # A group must not cross a channel's border, and a power of two keeps the reduction inside a thread or a warp.
     group = min(math.gcd(view.spatial, 16), block_c)
     return Tiling(block_c, block_r, group, splits, tiles, num_warps)
+
+
+#: Up to this size launches, not bytes, decide how long a channels-last layer takes.
+SMALL = 64 * 2**20
+#: Up to this size the tensor stays in a cache of 50 MB, output beside it, so that reading it again costs little.
+CACHED = 32 * 2**20
+
+
+def is_small(view: View, itemsize: int, limit: int = SMALL) -> bool:
+    """Whether programs add the partial sums of their channels themselves, instead of one more launch."""
+    return view.spatial == 1 and view.rows * view.cols * itemsize <= limit
+
+
+@functools.cache
+def apply_tiling_of(view: View, itemsize: int) -> Tiling:
+    """The tiling of what is not a statistic. Small tensors: few and large programs, so that partial sums are few."""
+    if not is_small(view, itemsize):
+        return tiling_of(view, itemsize)
+    num_warps = 8
+    elements = 32 * num_warps * (8 if itemsize <= 2 else 4)
+    block_c = min(next_power_of_2(view.cols), 64)
+    block_r = max(1, min(elements // block_c, next_power_of_2(view.code_rows)))
+    tiles = -(-view.code_rows // block_r)
+    splits = max(1, min(tiles, _WAVE // 2 // -(-view.cols // block_c)))
+    return Tiling(block_c, block_r, 1, splits, tiles, num_warps)

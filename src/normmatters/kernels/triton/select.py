@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from normmatters.kernels.triton.launch import wait_for_previous
-from normmatters.kernels.triton.stats import RANGE, ROWS, add_entries, write_statistics
+from normmatters.kernels.triton.stats import RANGE, ROWS, add_entries, typical, write_statistics
 
 
 @triton.jit
@@ -84,7 +84,7 @@ def select_kernel(
     total, _b, _c = add_entries(
         part_ptr, splits * entries, one, one < channels, splits, entries, per_channel, 1, 256, 1
     )
-    shift = tl.load(x_ptr + channel * spatial).to(tl.float32)
+    shift = typical(x_ptr, channel, channel < channels, rows, cols, spatial)
     mean = shift + tl.sum(total, axis=0) / n
 
     g = tl.arange(0, BLOCK_G)

@@ -63,6 +63,16 @@ def load_tile(ptr, tile, col, rows, cols, BLOCK_R: tl.constexpr, EVEN: tl.conste
 
 
 @triton.jit
+def typical(x_ptr, channel, mask, rows, cols, spatial):
+    """The middle one of three values of a channel: taken off before summing, it keeps a large common offset out."""
+    base = x_ptr + channel * spatial
+    a = tl.load(base, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(base + tl.cast(rows // 2, tl.int64) * cols + spatial // 2, mask=mask, other=0.0).to(tl.float32)
+    c = tl.load(base + tl.cast(rows - 1, tl.int64) * cols + spatial - 1, mask=mask, other=0.0).to(tl.float32)
+    return tl.maximum(tl.minimum(a, b), tl.minimum(tl.maximum(a, b), c))
+
+
+@triton.jit
 def by_group(acc, GROUP: tl.constexpr, BLOCK_C: tl.constexpr):
     """Adds neighbouring columns of one channel: [BLOCK_C] -> [BLOCK_C // GROUP]."""
     if GROUP == 1:
@@ -117,11 +127,81 @@ def pilot_kernel(
 
 
 @triton.jit
-def pilot_mean(scratch_ptr, channel, mask, channels, pilot_count, PILOT_SPLITS: tl.constexpr):
-    """All splits in one load: a loop would wait for memory once a split, in every program."""
-    split = tl.arange(0, PILOT_SPLITS)
-    at = scratch_ptr + split[:, None] * channels + channel[None, :]
-    return tl.sum(tl.load(at, mask=mask[None, :], other=0.0), axis=0) / pilot_count
+def add_splits(part_ptr, channel, mask, channels, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr):
+    """Σ over partial sums [SPLITS, channels], all in one load: a loop would wait for memory once a split."""
+    split = tl.arange(0, BLOCK_S)
+    at = part_ptr + split[:, None] * channels + channel[None, :]
+    return tl.sum(tl.load(at, mask=(split < SPLITS)[:, None] & mask[None, :], other=0.0), axis=0)
+
+
+@triton.jit
+def whole_mean(x_ptr, scratch_ptr, channel, mask, channels, rows, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr):
+    """μ from the partial sums of the whole tensor."""
+    shift = typical(x_ptr, channel, mask, rows, channels, 1)
+    return shift + add_splits(scratch_ptr, channel, mask, channels, SPLITS, BLOCK_S) / rows
+
+
+@triton.jit
+def deviation_kernel(
+    x_ptr,
+    scratch_ptr,
+    rows,
+    cols,
+    tiles,
+    KIND: tl.constexpr,
+    EVEN: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Partial Σ|x−μ| (L1) or Σ(x−μ)² (L2), [split, channel], behind the sums, of a small channels-last tensor."""
+    split = tl.program_id(1)
+    col = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    inside = col < cols
+    ahead = load_tile(x_ptr, split, col, rows, cols, BLOCK_R, EVEN, True)
+    second_ahead = load_tile(x_ptr, split + SPLITS, col, rows, cols, BLOCK_R, EVEN, True)
+    wait_for_previous(OVERLAP)
+    mean = whole_mean(x_ptr, scratch_ptr, col, inside, cols, rows, SPLITS, BLOCK_S)
+    total = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
+    for it in range(split, tiles, SPLITS):
+        d = ahead.to(tl.float32) - mean[None, None, :]
+        ahead = second_ahead
+        second_ahead = load_tile(x_ptr, it + 2 * SPLITS, col, rows, cols, BLOCK_R, EVEN, True)
+        if not EVEN:
+            d = tl.where((tile_rows(it, BLOCK_R) < rows) & inside[None, None, :], d, 0.0)
+        if KIND == L1:
+            d = tl.abs(d)
+        else:
+            d = d * d
+        total += tl.sum(d, axis=1)
+    tl.store(scratch_ptr + (SPLITS + split) * cols + col, tl.sum(total, axis=0), mask=inside)
+
+
+@triton.jit
+def whole_statistics(
+    x_ptr,
+    scratch_ptr,
+    channel,
+    mask,
+    channels,
+    rows,
+    constant,
+    KIND: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """μ and s of a small tensor from all its partial sums."""
+    mean = whole_mean(x_ptr, scratch_ptr, channel, mask, channels, rows, SPLITS, BLOCK_S)
+    scale = mean
+    if KIND != MEAN:
+        second = add_splits(scratch_ptr + SPLITS * channels, channel, mask, channels, SPLITS, BLOCK_S) / rows
+        if KIND == L1:
+            scale = constant * second
+        else:
+            scale = constant * tl.sqrt(second)
+    return mean, scale
 
 
 @triton.jit
@@ -170,10 +250,9 @@ def moments_kernel(
     )
     if PILOT:
         wait_for_previous(OVERLAP)
-        shift = pilot_mean(scratch_ptr, channel, inside, channels, pilot_count, PILOT_SPLITS)
+        shift = add_splits(scratch_ptr, channel, inside, channels, PILOT_SPLITS, PILOT_SPLITS) / pilot_count
     else:
-        # Any value of the channel keeps a large common offset out of the sum.
-        shift = tl.load(x_ptr + channel * spatial, mask=inside, other=0.0).to(tl.float32)
+        shift = typical(x_ptr, channel, inside, rows, cols, spatial)
 
     first = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
     second = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
@@ -235,6 +314,15 @@ def moments_kernel(
 
 
 @triton.jit
+def scale_factors(mean, scale, eps, KIND: tl.constexpr):
+    """1/D with D = √(s²+eps), and s/D."""
+    if KIND == MEAN:
+        return mean * 0.0 + 1.0, mean * 0.0
+    inverse = 1.0 / tl.sqrt(scale * scale + eps)
+    return inverse, scale * inverse
+
+
+@triton.jit
 def write_statistics(
     stats_ptr,
     running_mean_ptr,
@@ -250,13 +338,8 @@ def write_statistics(
     HAS_RUNNING: tl.constexpr,
     KIND: tl.constexpr,
 ):
-    """stats[0] = μ, stats[1] = 1/D with D = √(s²+eps), stats[2] = s/D; the running statistics move by ``momentum``."""
-    if KIND == MEAN:
-        inverse = mean * 0.0 + 1.0
-        ratio = mean * 0.0
-    else:
-        inverse = 1.0 / tl.sqrt(scale * scale + eps)
-        ratio = scale * inverse
+    """stats[0] = μ, stats[1] = 1/D, stats[2] = s/D; the running statistics move by ``momentum``."""
+    inverse, ratio = scale_factors(mean, scale, eps, KIND)
     tl.store(stats_ptr + channel, mean, mask=mask)
     tl.store(stats_ptr + channels + channel, inverse, mask=mask)
     tl.store(stats_ptr + 2 * channels + channel, ratio, mask=mask)
@@ -372,9 +455,9 @@ def finalize_kernel(
         part_ptr, splits * entries, channel, mask, splits, entries, per_channel, PLANES, BLOCK_E, BLOCK_C
     )
     if KIND == L1 or KIND == L2:
-        shift = pilot_mean(scratch_ptr, channel, mask, channels, pilot_count, PILOT_SPLITS)
+        shift = add_splits(scratch_ptr, channel, mask, channels, PILOT_SPLITS, PILOT_SPLITS) / pilot_count
     else:
-        shift = tl.load(x_ptr + channel * spatial, mask=mask, other=0.0).to(tl.float32)
+        shift = typical(x_ptr, channel, mask, rows, cols, spatial)
     delta = first / n
     mean = shift + delta
     scale = mean
@@ -391,5 +474,36 @@ def finalize_kernel(
         scale = constant * tl.sqrt(tl.maximum(second / n - delta * delta, 0.0))
     write_statistics(
         stats_ptr, running_mean_ptr, running_var_ptr, channel, mask, channels,
+        mean, scale, momentum, eps, unbias, HAS_RUNNING, KIND,
+    )  # fmt: skip
+
+
+@triton.jit
+def whole_finalize_kernel(
+    x_ptr,
+    scratch_ptr,
+    stats_ptr,
+    running_mean_ptr,
+    running_var_ptr,
+    rows,
+    cols,
+    constant,
+    momentum,
+    eps,
+    unbias,
+    KIND: tl.constexpr,
+    HAS_RUNNING: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """The statistics of a small tensor on their own, for those who normalize later."""
+    wait_for_previous(OVERLAP)
+    channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    mask = channel < cols
+    mean, scale = whole_statistics(x_ptr, scratch_ptr, channel, mask, cols, rows, constant, KIND, SPLITS, BLOCK_S)
+    write_statistics(
+        stats_ptr, running_mean_ptr, running_var_ptr, channel, mask, cols,
         mean, scale, momentum, eps, unbias, HAS_RUNNING, KIND,
     )  # fmt: skip
