@@ -355,3 +355,24 @@ def test_a_long_run_of_small_shapes_does_not_drift():
         mean = by_channel(x).mean(1)
         torch.testing.assert_close(ours.running_mean.double(), 0.35 + 0.3 * mean, rtol=0, atol=1e-5)
         check(x, "l1", act="relu", g=g)
+
+
+@pytest.mark.parametrize("memory", ["exact", "lean"])
+@pytest.mark.parametrize("shape", [(64, 256, 14, 14), (64, 64, 56, 56)], ids=str)  # two launches backward, and three
+def test_a_linked_gradient_is_read_after_it_is_written(shape, memory):
+    """One kernel writes the sum of the two gradients, the next one starts before it has ended."""
+    x, residual, g, other = (made(shape, "channels_last", torch.float16) for _ in range(4))
+    weight, bias = affine("l1", shape[1]).values()
+    leaves = [t.requires_grad_() for t in (x, residual, weight, bias)]
+
+    def gradients(linked):
+        z, link = dispatch.linked_batch_norm(
+            x, None, None, weight, bias, True, 0.1, EPS, act="relu", residual=residual, memory=memory, linked=linked
+        )
+        outputs, theirs = ([z, link], [g, other]) if linked else ([z], [g + other])
+        return torch.autograd.grad(outputs, leaves, theirs)
+
+    expected = gradients(linked=False)
+    for _ in range(20):
+        for ours, right in zip(gradients(linked=True), expected):
+            torch.testing.assert_close(ours, right, rtol=1e-3, atol=1e-3)

@@ -481,13 +481,15 @@ def input_gradient_kernel(
     EVEN: tl.constexpr,
     RELU: tl.constexpr,
     WRITE_RESIDUAL: tl.constexpr,
+    EARLY: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """dx = A·g + B·t + E, and the residual's gradient: the masked g.
 
-    SOLVE: there are partial sums instead of coefficients, and the first programs write dγ and dβ too.
+    SOLVE: there are partial sums instead of coefficients, and the first programs write dγ and dβ too. EARLY: g is not
+    what the kernel before writes.
     """
     pid = tl.program_id(0)
     split = tl.program_id(1)
@@ -498,7 +500,8 @@ def input_gradient_kernel(
     if CONTIGUOUS:
         channel = col // spatial
     # The gradient and the codes are there: the kernel before, which is ours, has waited for them.
-    g_ahead = load_tile(g_ptr, split, col, rows, cols, BLOCK_R, EVEN, False)
+    if EARLY:
+        g_ahead = load_tile(g_ptr, split, col, rows, cols, BLOCK_R, EVEN, False)
     if CODE_BITS > 0:
         words_ahead = load_words(code_ptr, split, col, rows, cols, BLOCK_R, EVEN)
     if KIND == L2:
@@ -511,6 +514,8 @@ def input_gradient_kernel(
         if KIND == L1:
             count = add_splits(count_ptr, channel, inside, channels, SPLITS, BLOCK_S).to(tl.float32)
     wait_for_previous(OVERLAP)
+    if not EARLY:
+        g_ahead = load_tile(g_ptr, split, col, rows, cols, BLOCK_R, EVEN, False)
     if SOLVE:
         part_ptr = coefficient_ptr + 4 * channels
         first = add_splits(part_ptr, channel, inside, channels, SPLITS, BLOCK_S)

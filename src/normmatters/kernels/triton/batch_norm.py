@@ -579,6 +579,7 @@ def _gradient_plan(
             "EVEN": even,
             "RELU": masks,
             "WRITE_RESIDUAL": masks and need_dresidual,
+            "EARLY": not (linked and solves),  # the sums kernel writes a linked gradient
             **blocks,
         },
         num_warps=tiling.num_warps,
