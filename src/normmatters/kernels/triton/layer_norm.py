@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -30,7 +30,6 @@ from normmatters.kernels.triton.launch import Launch, wait_for_previous
 from normmatters.kernels.triton.layer_norm_tiling import (
     MAX_FUSED,
     MAX_KEPT,
-    Tuning,
     backward_tuning,
     forward_tuning,
     multiprocessors,
@@ -40,6 +39,7 @@ from normmatters.kernels.triton.layer_norm_tiling import (
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_FEATURES = 16384  # the longest row that 1024 threads hold in registers
 MAX_ROWS = 2**29  # four numbers a row, with 32-bit offsets
+FINISH = 128  # partial sums that parameters_kernel adds at a time: one wait for memory each
 
 
 @triton.jit
@@ -48,17 +48,12 @@ def _add(a0, b0, a1, b1):
 
 
 @triton.jit
-def _add3(a0, b0, c0, a1, b1, c1):
-    return a0 + a1, b0 + b1, c0 + c1
-
-
-@triton.jit
 def _sign(d):
     return tl.where(d > 0, 1.0, tl.where(d < 0, -1.0, 0.0))
 
 
 @triton.jit
-def _load_rows(ptr, row, col, rows, cols, WHOLE: tl.constexpr, STREAM: tl.constexpr):
+def _load_rows(ptr, row, col, rows, cols, WHOLE: tl.constexpr, STREAM: tl.constexpr = False):
     """A tile of rows, [BLOCK_R, BLOCK_N]; zero outside. STREAM: it leaves the cache first."""
     POLICY: tl.constexpr = "evict_first" if STREAM else ""
     offset = row.to(tl.int64)[:, None] * cols + col[None, :]
@@ -106,9 +101,7 @@ def forward_kernel(
     CENTERED: tl.constexpr,
     WHOLE: tl.constexpr,
     PREFETCH: tl.constexpr,
-    AHEAD: tl.constexpr,
     KEEP: tl.constexpr,
-    STREAM: tl.constexpr,
     ALIGN: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -125,43 +118,28 @@ def forward_kernel(
     if HAS_BIAS and KEEP:
         bias = _load_columns(bias_ptr, col, cols, WHOLE)
     if PREFETCH:
-        following = _load_rows(x_ptr, row, col, rows, cols, WHOLE, STREAM)
-    if AHEAD:
-        # The next row is summed along with this one's deviations: the threads meet once a row, not twice.
-        total = tl.sum(following.to(tl.float32), axis=1)
-        later = _load_rows(x_ptr, row + step, col, rows, cols, WHOLE, STREAM)
+        following = _load_rows(x_ptr, row, col, rows, cols, WHOLE)
     for start in range(tl.program_id(0) * BLOCK_R, rows, step):
         row = start + tl.arange(0, BLOCK_R)
         if not PREFETCH:
-            following = _load_rows(x_ptr, row, col, rows, cols, WHOLE, STREAM)
+            following = _load_rows(x_ptr, row, col, rows, cols, WHOLE)
         d = following.to(tl.float32)
-        if AHEAD:
-            following = later
-            later = _load_rows(x_ptr, row + 2 * step, col, rows, cols, WHOLE, STREAM)
-        elif PREFETCH:
-            following = _load_rows(x_ptr, row + step, col, rows, cols, WHOLE, STREAM)
+        if PREFETCH:
+            following = _load_rows(x_ptr, row + step, col, rows, cols, WHOLE)
         if CENTERED:
-            if not AHEAD:
-                total = tl.sum(d, axis=1)
-            mean = total / cols
+            mean = tl.sum(d, axis=1) / cols
             d -= mean[:, None]
             if not WHOLE:
                 d = tl.where((col < cols)[None, :], d, 0.0)
         if L1:
-            if AHEAD:
-                deviation, balance, total = tl.reduce((tl.abs(d), _sign(d), following.to(tl.float32)), 1, _add3)
-            elif CENTERED:
+            if CENTERED:
                 deviation, balance = tl.reduce((tl.abs(d), _sign(d)), 1, _add)
             else:
                 deviation = tl.sum(tl.abs(d), axis=1)
             scale = constant * (deviation / cols)
             square = scale * scale + eps
         else:
-            if AHEAD:
-                squares, total = tl.reduce((d * d, following.to(tl.float32)), 1, _add)
-            else:
-                squares = tl.sum(d * d, axis=1)
-            square = constant * constant * (squares / cols) + eps
+            square = constant * constant * (tl.sum(d * d, axis=1) / cols) + eps
         root = tl.sqrt_rn(square)
         inverse = 1.0 / root
         y = d * inverse[:, None]
@@ -308,8 +286,8 @@ def columns_kernel(
     dbias = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
     for start in range(split * BLOCK_R, rows, splits * BLOCK_R):
         row = start + tl.arange(0, BLOCK_R)
-        g = _load_rows(g_ptr, row, col, rows, cols, False, False).to(tl.float32)
-        d = _load_rows(x_ptr, row, col, rows, cols, False, False).to(tl.float32)
+        g = _load_rows(g_ptr, row, col, rows, cols, False).to(tl.float32)
+        d = _load_rows(x_ptr, row, col, rows, cols, False).to(tl.float32)
         inverse, mean, _ratio, _balance = _load_stats(stats_ptr, row, rows, L1, CENTERED)
         dweight += g * (d - mean[:, None]) * inverse[:, None]
         dbias += g
@@ -336,8 +314,8 @@ def parameters_kernel(
     dbias = tl.zeros((BLOCK_P, BLOCK_C), tl.float32)
     for start in range(0, parts, BLOCK_P):
         part = start + tl.arange(0, BLOCK_P)
-        dweight += _load_rows(part_ptr, part, col, parts, cols, False, False)
-        dbias += _load_rows(part_ptr + parts * cols, part, col, parts, cols, False, False)
+        dweight += _load_rows(part_ptr, part, col, parts, cols, False)
+        dbias += _load_rows(part_ptr + parts * cols, part, col, parts, cols, False)
     tl.store(dweight_ptr + col, tl.sum(dweight, axis=0).to(dweight_ptr.dtype.element_ty), mask=col < cols)
     tl.store(dbias_ptr + col, tl.sum(dbias, axis=0).to(dbias_ptr.dtype.element_ty), mask=col < cols)
 
@@ -354,12 +332,11 @@ Kind = tuple[torch.dtype, torch.dtype | None, torch.dtype | None, bool, bool]
 
 # A shape's launches are kept, but not of every number of rows that ever came: with sentences it is another each time.
 @functools.lru_cache(1024)
-def _forward_launch(rows: int, cols: int, device: torch.device, kind: Kind, tuning: Tuning | None = None) -> Launch:
+def _forward_launch(rows: int, cols: int, device: torch.device, kind: Kind) -> Launch:
     dtype, weight, bias, l1, centered = kind
-    tuning = tuning or forward_tuning(cols)
+    tuning = forward_tuning(cols, dtype, l1, centered)
     tiling = tiling_of(rows, cols, device, tuning)
-    prefetch = tiling.block_n * dtype.itemsize <= 16384
-    return _launch(
+    return Launch(
         forward_kernel,
         (tiling.programs, 1),
         (rows, cols),
@@ -369,31 +346,16 @@ def _forward_launch(rows: int, cols: int, device: torch.device, kind: Kind, tuni
             "L1": l1,
             "CENTERED": centered,
             "WHOLE": cols == tiling.block_n,
-            "PREFETCH": prefetch,
-            "AHEAD": tuning.ahead and prefetch and centered,
+            "PREFETCH": tiling.block_n * dtype.itemsize <= 16384,
             "KEEP": tiling.block_n <= MAX_KEPT,
-            "STREAM": tuning.stream,
             "ALIGN": math.gcd(cols, 16),
             "BLOCK_R": tiling.block_r,
             "BLOCK_N": tiling.block_n,
         },
-        tuning.overlap,
         num_warps=tiling.num_warps,
         maxnreg=tuning.registers,
+        overlaps=True,
     )
-
-
-def _launch(
-    kernel: Any,
-    grid: tuple[int, int],
-    integers: tuple[int, ...],
-    constants: dict[str, Any],
-    overlap: bool,
-    **options: Any,
-) -> Launch:
-    """A launch of a kernel whose signature ends with OVERLAP."""
-    constants = constants if overlap else {**constants, "OVERLAP": False}
-    return Launch(kernel, grid, integers, constants, overlaps=overlap, **options)
 
 
 def forward(
@@ -437,14 +399,13 @@ def _backward_plan(
     device: torch.device,
     kind: Kind,
     parameters: tuple[torch.dtype, torch.dtype] | None,
-    tuning: Tuning | None = None,
 ) -> BackwardPlan:
     dtype, weight, _, l1, centered = kind
-    tuning = tuning or backward_tuning(cols)
+    tuning = backward_tuning(cols)
     tiling = tiling_of(rows, cols, device, tuning)
     fused = parameters is not None and tiling.block_n <= MAX_FUSED
     parts, strip = tiling.programs, min(128, tiling.block_n)
-    by_rows = _launch(
+    by_rows = Launch(
         backward_kernel,
         (tiling.programs, 1),
         (rows, cols),
@@ -457,14 +418,15 @@ def _backward_plan(
             # float32 rows fill the registers: there is no room for the next ones.
             "PREFETCH": tiling.block_n <= MAX_FUSED and dtype.itemsize == 2,
             "KEEP": tiling.block_n <= MAX_KEPT,
-            "STREAM": tuning.stream,
+            # x and g, each read once, leave the cache before the weight, which every row reads.
+            "STREAM": MAX_KEPT < tiling.block_n <= MAX_FUSED,
             "ALIGN": math.gcd(cols, 16),
             "BLOCK_R": tiling.block_r,
             "BLOCK_N": tiling.block_n,
         },
-        tuning.overlap,
         num_warps=tiling.num_warps,
         maxnreg=tuning.registers,
+        overlaps=True,
     )
     if parameters is None:
         return BackwardPlan(by_rows, None, None, 0)
@@ -474,8 +436,8 @@ def _backward_plan(
         constants = {"L1": l1, "CENTERED": centered, "BLOCK_R": 16, "BLOCK_C": strip}
         columns = Launch(columns_kernel, (-(-cols // strip), parts), (rows, cols), constants)
     block_c = min(32, tiling.block_n)
-    constants = {"BLOCK_P": tuning.finish, "BLOCK_C": block_c}
-    finish = _launch(parameters_kernel, (-(-cols // block_c), 1), (parts, cols), constants, tuning.overlap)
+    constants = {"BLOCK_P": FINISH, "BLOCK_C": block_c}
+    finish = Launch(parameters_kernel, (-(-cols // block_c), 1), (parts, cols), constants, overlaps=True)
     return BackwardPlan(by_rows, columns, finish, parts)
 
 
