@@ -8,9 +8,12 @@ the same directions for ever if it uses
     η̂_t = η_t · ‖v_t‖² / ‖w_t‖² · 1/(1−η_tλ)          (exact form: norms of every step)
     η̂_t = η_t · ‖v_t‖² / ‖w_e‖²                        (Eq. 5, paper form: norms at the end of the running epoch e)
 
-per channel. The exact form is exact for plain SGD; with momentum both are approximations, because the decay term
-enters the buffer there. Adam's step does not shrink with ‖w‖: its effective step is η/‖w‖, and the ratio is taken to
-the power 1.
+per channel. Where v has grown far above w, an update that is yet to be multiplied by R² = ‖v‖²/‖w‖² is lost in the
+rounding of v; and a momentum buffer would multiply gradients from before v grew by the factor of after. So the
+optimizer works at the reference's norms: it gets the weights v/R, which have these, and the gradients R·∇L(v), which
+the reference sees; then the weights are multiplied by R again. That is Eq. 5 for plain SGD, and what it means for any
+other optimizer: Adam's step does not depend on the gradient's length, and gets R where SGD gets R². The exact form is
+exact for plain SGD; with momentum both are approximations, because the decay term enters the buffer there.
 """
 
 from __future__ import annotations
@@ -19,13 +22,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from normmatters.optim._common import is_capturing
-from normmatters.optim._exponents import step_exponent
 from normmatters.optim._rows import Named, TestedChannels
 from normmatters.optim._wrapper import OptimizerWrapper
-from normmatters.optim.multi_tensor import ChannelMeter, UpdateScaler
+from normmatters.optim.multi_tensor import ChannelMeter, ChannelScaler
 from normmatters.optim.recording import Form, Recording
 
 __all__ = ["StepSizeCorrection"]
@@ -37,20 +40,18 @@ _NOT_INVARIANT = 0.02
 class StepSizeCorrection(OptimizerWrapper):
     """Correct every channel's learning rate so that its effective step is that of a recorded run (Eq. 5, F3).
 
-    Wraps any torch optimizer: it takes its step as always, then the *update* of every recorded channel is multiplied by
-    the correction (p ← p + ratio·Δp). State and momentum stay the optimizer's own, as a per-channel learning rate would
-    leave them. Is an `Optimizer` itself: hand it to LR schedulers, `GradScaler` and hooks in place of the wrapped one.
-    Keeps one copy of the corrected weights.
+    Wraps any torch optimizer: it takes its step on the weights brought to the reference's norms, with the gradients
+    that they would have there. Weights and gradients then go back to their own scale. Is an `Optimizer` itself: hand it
+    to LR schedulers, `GradScaler` and hooks in place of the wrapped one.
 
     Args:
-        optimizer: the optimizer, with no weight decay on the corrected weights.
+        optimizer: the optimizer, with no weight decay on the corrected weights; one that steps without a closure.
         recording: the reference run's norms; its step t is this run's step t.
         parameters: the result of `scale_invariant_parameters`, a mapping or (name, tensor) pairs of the weights to
             correct; or the model, when the recording is of tested weights. `None` asks the optimizer for the names.
             Untested weights are checked by their gradient at the first step.
         form: `"paper"` holds the norms of an epoch's end through that epoch; `"exact"` takes the norms of each step and
             the factor 1/(1−ηλ).
-        exponent: power of the norms' ratio; `None` is 2 as in Eq. 5, and 1 for the Adam family.
 
     >>> model, x = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), torch.randn(8, 3)
     >>> invariant = scale_invariant_parameters(model, x)
@@ -70,7 +71,6 @@ class StepSizeCorrection(OptimizerWrapper):
         parameters: Named | None = None,
         *,
         form: Form = "paper",
-        exponent: float | None = None,
     ) -> None:
         super().__init__(optimizer)
         channels = recording.match(optimizer, parameters)
@@ -79,8 +79,8 @@ class StepSizeCorrection(OptimizerWrapper):
         channels.check_nonzero(channels.norms_(channels.new_row()), "the norm")
         if not len(rows):
             raise ValueError("the recording is empty: it holds no step")
-        self._exponent = step_exponent(optimizer) if exponent is None else exponent
-        table = recording.table(channels) ** -self._exponent
+        table = 1 / recording.table(channels)
+        growth = torch.ones_like(table)  # 1/(1−ηλ)
         if form == "exact":
             decay = [
                 recording.learning_rate(n) * recording.weight_decay[:, recording.groups[n]] for n in channels.names
@@ -91,25 +91,27 @@ class StepSizeCorrection(OptimizerWrapper):
                         f"lr · weight_decay of {name!r} was {d.max().item()} in the recording: it must be below 1"
                     )
             sizes = torch.tensor(channels.sizes)
-            table = table[:-1] / (1 - torch.stack(decay, 1).repeat_interleave(sizes, dim=1))
+            table = table[:-1]
+            growth = 1 / (1 - torch.stack(decay, 1).repeat_interleave(sizes, dim=1))
         self._form, self._signature = form, recording.signature
         self._channels = channels
         # Everything that a step reads lives on the device, the step number too: a CUDA graph can capture the step.
         self._table = table.to(channels.device, channels.dtype)
+        self._growth = growth.to(channels.device, channels.dtype)
         self._rows = rows.to(channels.device)
         self._step = torch.zeros(1, dtype=torch.int64, device=channels.device)
         self._taken = 0
         self._meter = ChannelMeter(channels, angle=False)
-        self._ratio = self._meter.row
-        self._before = [w.detach().clone() for w in channels.weights]
-        self._scaler = UpdateScaler(channels, self._ratio, self._before)
+        self._learning_rate = channels.new_row()
+        self._factor = channels.new_row()
+        self._scaler = ChannelScaler(channels, self._factor)
         # Weights that scale_invariant_parameters has not tested are checked by their first gradients.
         self._checked = isinstance(parameters, TestedChannels) or recording.tested
 
     @property
-    def ratio(self) -> dict[str, torch.Tensor]:
+    def ratio(self) -> dict[str, Tensor]:
         """Name → `[channels]`, the factor that the last step's learning rate was multiplied by."""
-        return {n: r.clone() for n, r in self._channels.split(self._ratio).items()}
+        return {n: r.clone() for n, r in self._channels.split(self._learning_rate).items()}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -119,17 +121,39 @@ class StepSizeCorrection(OptimizerWrapper):
         """
         if self._taken >= len(self._rows) and not is_capturing():
             raise ValueError(f"the recording holds {len(self._rows)} steps, all of them were taken")
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         if not self._checked and not is_capturing():
             self._check_invariance()
         row = self._rows[self._step.clamp(max=len(self._rows) - 1)]
-        self._meter.read_().pow_(self._exponent).mul_(self._table[row].squeeze(0))
-        torch._foreach_copy_(self._before, self._channels.weights)
-        with torch.enable_grad():
-            loss = self.optimizer.step(closure)
+        ratio = self._meter.read_().mul_(self._table[row].squeeze(0))
+        growth = self._growth[row].squeeze(0)
+        torch.mul(ratio, growth, out=self._factor).reciprocal_()
         self._scaler.scale_()
+        plain = self._scale_gradients(ratio)
+        try:
+            self.optimizer.step()
+        finally:
+            for weight, grad in plain:
+                weight.grad = grad
+            torch.mul(ratio, growth, out=self._factor)
+            self._scaler.scale_()
+        torch.mul(ratio, self._factor, out=self._learning_rate)
         self._step.add_(1)
         self._taken += 1
         return loss
+
+    def _scale_gradients(self, ratio: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Give the optimizer R times the gradients; returns the weights with their own."""
+        ratios = self._channels.broadcast(ratio)
+        plain = [(w, w.grad, r) for w, r in zip(self._channels.weights, ratios) if w.grad is not None]
+        if plain:
+            scaled = torch._foreach_mul([g for _, g, _ in plain], [r.to(g.dtype) for _, g, r in plain])
+            for (weight, _, _), grad in zip(plain, scaled):
+                weight.grad = grad
+        return [(w, g) for w, g, _ in plain]
 
     def _check_invariance(self) -> None:
         """⟨w, ∇L⟩ = 0 (F1), once, where gradients are there before the step; the only host sync."""

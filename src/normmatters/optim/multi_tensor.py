@@ -1,7 +1,7 @@
 """Row arithmetic over lists of weights: the one place where optimizers and the recorder touch the numbers.
 
-`ChannelTurner`, `ChannelMeter` and `UpdateScaler` are the boundary: plain PyTorch for any tensor, one Triton launch for
-all weights on a GPU whose channels are rows.
+`ChannelTurner`, `ChannelMeter` and `ChannelScaler` are the boundary: plain PyTorch for any tensor, one Triton launch
+for all weights on a GPU whose channels are rows.
 """
 
 from __future__ import annotations
@@ -268,36 +268,28 @@ class ChannelMeter(_ByRows):
         self.row[total:] = half_angle_tangent(old, self.row[:total], self._distance)
 
 
-class UpdateScaler(_ByRows):
-    """Multiply the last update of every channel: w ← b + ratio·(w − b), where b are the weights of before.
+class ChannelScaler(_ByRows):
+    """Multiply every channel of many weights by its own number, in place.
 
     Args:
         channels: the channels of the weights.
         ratio: `[total]`, the factor of each channel.
-        before: the weights of before, each strided as its weight.
     """
-
-    def __init__(self, channels: Channels, ratio: Tensor, before: list[Tensor]) -> None:
-        super().__init__(channels, ratio)
-        self._before = before
 
     @torch.no_grad()
     def scale_(self) -> None:
-        """Scale the updates in place. No host sync."""
-        self._run(self._before)
+        """Scale the weights by what ``ratio`` holds now. No host sync."""
+        self._run([])
 
     def _launch_of(self, members: list[int]) -> Any:
-        from normmatters.kernels.triton.scale_updates import ScaledUpdatesPlan  # triton is there only where GPUs are
+        from normmatters.kernels.triton.scale_rows import ScaledRowsPlan  # triton is there only where GPUs are
 
         ratios = self.row.split(self._channels.sizes)
-        return ScaledUpdatesPlan(*([xs[i] for i in members] for xs in (self._channels.weights, self._before, ratios)))
+        return ScaledRowsPlan(*([xs[i] for i in members] for xs in (self._channels.weights, ratios)))
 
     def _plainly(self, members: list[int]) -> None:
-        weights, before = ([xs[i] for i in members] for xs in (self._channels.weights, self._before))
         ratios = self._channels.broadcast(self.row)
-        torch._foreach_sub_(weights, before)
-        torch._foreach_mul_(weights, [ratios[i] for i in members])
-        torch._foreach_add_(weights, before)
+        torch._foreach_mul_([self._channels.weights[i] for i in members], [ratios[i] for i in members])
 
 
 def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
