@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from normmatters.lab.config import ModelConfig
 from normmatters.lab.models import build_image_model, build_text_model
@@ -14,6 +14,7 @@ from normmatters.lab.norms import ChannelBias, NormFactory, norm_factory
 from normmatters.nn.activations import TReLU
 from normmatters.nn.batchnorm import LpBatchNorm2d, MeanOnlyBatchNorm2d
 from normmatters.nn.layernorm import LpLayerNorm
+from normmatters.weight_norm.parametrizations import BoundedWeight
 
 # CIFAR ResNets with 1×1 shortcuts; ResNet-18/50 as published, 1000 classes
 PARAMETERS = {"resnet20": 272_474, "resnet56": 855_770, "resnet18": 11_689_512, "resnet50": 25_557_032}
@@ -106,6 +107,16 @@ def test_bounded_weight_norm_fixes_every_norm_but_the_classifiers(name: str, p: 
         torch.testing.assert_close(after, norms, rtol=1e-5, atol=0)
         torch.testing.assert_close(norms, norms.mean().expand_as(norms))
     assert not torch.equal(model.classifier.weight, classifier)  # type: ignore[union-attr, arg-type]
+
+
+def test_rho_multiplies_the_bound() -> None:
+    def norms(**options: float) -> Tensor:
+        torch.manual_seed(0)
+        model = build_text_model(ModelConfig("lstm", weight_norm="bwn", layers=1, d_model=8, **options), 20, 10)  # type: ignore[arg-type]
+        return torch.stack([m.rho for m in model.modules() if isinstance(m, BoundedWeight)])
+
+    assert len(norms()) > 3
+    torch.testing.assert_close(norms(rho=4.0), 4 * norms(), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("name", ["vgg11", "resnet56"])

@@ -61,7 +61,8 @@ class DataConfig:
 @dataclass(frozen=True)
 class ModelConfig:
     """Which network, with which norm. ``norm``, ``p``, ``constant``, ``k``, ``memory`` say what every batch norm is,
-    ``layer_norm`` what every layer norm is; ``weight_norm`` re-parametrizes the weights (then batch norm is mean-only).
+    ``layer_norm`` what every layer norm is (if it is L1, with ``constant``); ``weight_norm`` re-parametrizes the weights
+    (then batch norm is mean-only), and ``rho`` says at how many times the initial norm a bounded one holds them.
     ``width`` multiplies the number of channels; None below means the model's own default.
     """
 
@@ -74,6 +75,7 @@ class ModelConfig:
     fuse: bool = True
     layer_norm: Literal["l2", "l1", "none"] = "l2"
     weight_norm: WeightNormName = "none"
+    rho: float = 1.0
     activation: Literal["relu", "trelu"] = "relu"
     width: float = 1.0
     zero_init_residual: bool = False
@@ -282,6 +284,9 @@ def _check_values(config: RunConfig, origin: str) -> None:
     if config.precision.arithmetic is not None:
         need(model.norm != "native", "model.norm", "one of ours: precision.arithmetic is theirs", model.norm)
     need(model.width > 0, "model.width", "positive", model.width)
+    need(model.rho > 0, "model.rho", "positive", model.rho)
+    bounded = model.weight_norm not in ("none", "wn")
+    need(model.rho == 1 or bounded, "model.rho", "1 without a bounded weight norm", model.rho)
     if model.activation == "trelu":  # it rescales what it is given, so a chain of shortcuts would explode
         need(model.name in ("small_cnn", "vgg11"), "model.name", "small_cnn or vgg11 with activation trelu", model.name)
     need(model.k >= 1, "model.k", "at least 1", model.k)

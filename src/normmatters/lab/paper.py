@@ -152,8 +152,12 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         "Bounded weight norm in an LSTM",
         "Recurrent networks, where batch norm is hard to apply, train with bounded weight norm about as well as with "
         "layer norm.",
-        (Panel("Validation perplexity", ("none", "ln", "bwn", "ln_l1"), "ppl"),),
-        ("none", "ln", "bwn", "ln_l1"),
+        (
+            Panel(
+                "Validation perplexity", ("none", "ln", "bwn", "bwn_rho2", "bwn_rho4", "ln_l1", "ln_l1_scaled"), "ppl"
+            ),
+        ),
+        ("none", "ln", "bwn", "bwn_rho2", "bwn_rho4", "ln_l1", "ln_l1_scaled"),
     ),
     Experiment(
         "table1",
@@ -163,12 +167,14 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         (
             Panel("ResNet-56, validation error", ("resnet56_bn", "resnet56_wn", "resnet56_bwn")),
             Panel(
-                "Transformer, validation perplexity", ("transformer_ln", "transformer_bwn", "transformer_none"), "ppl"
+                "Transformer, validation perplexity",
+                ("transformer_ln", "transformer_bwn", "transformer_bwn_rho2", "transformer_none"),
+                "ppl",
             ),
         ),
         (
             *("resnet56_bn", "resnet56_wn", "resnet56_bwn", "resnet50_bn", "resnet50_wn", "resnet50_bwn"),
-            *("transformer_ln", "transformer_bwn", "transformer_none", "lstm_ln", "lstm_bwn"),
+            *("transformer_ln", "transformer_bwn", "transformer_bwn_rho2", "transformer_none", "lstm_ln", "lstm_bwn"),
         ),
     ),
     Experiment(
@@ -312,4 +318,17 @@ CLAIMS: tuple[Claim, ...] = (
     Claim("ours", "ResNet-56: lean L1 equals native L2", "equal", "lean/resnet56_l1_lean", "lean/resnet56_native", 0.3),
     Claim("ours", "ResNet-18: lean L1 equals exact L1", "equal", "lean/resnet18_l1_lean", "lean/resnet18_l1", 0.3),
     Claim("ours", "LSTM: L1 layer norm near L2", "equal", "supp2/ln_l1", "supp2/ln", 0.3, "bleu"),
+    Claim("ours", "… with the constant × 1.2", "equal", "supp2/ln_l1_scaled", "supp2/ln", 0.3, "bleu"),
+    Claim(
+        "ours", "LSTM: bounded weight norm at ρ × 4 near layer norm", "equal", "supp2/bwn_rho4", "supp2/ln", 0.8, "bleu"
+    ),
+    Claim(
+        "ours",
+        "Transformer: bounded weight norm at ρ × 2 near layer norm",
+        "equal",
+        "table1/transformer_bwn_rho2",
+        "table1/transformer_ln",
+        0.8,
+        "bleu",
+    ),
 )

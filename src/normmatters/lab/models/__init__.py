@@ -16,6 +16,7 @@ from normmatters.lab.models.transformer import Transformer
 from normmatters.lab.models.translator import Translator
 from normmatters.lab.norms import norm_factory
 from normmatters.weight_norm import apply_weight_norm
+from normmatters.weight_norm.parametrizations import BoundedWeight
 
 __all__ = ["Translator", "build_image_model", "build_model", "build_text_model"]
 
@@ -82,4 +83,7 @@ def _with_weight_norm(model: nn.Module, config: ModelConfig) -> nn.Module:
     """Weight norm on every layer but the classifier, which sets the scale of the logits (F14 moves all ρ there)."""
     if config.weight_norm != "none":
         apply_weight_norm(model, filter=lambda name, _: name != "classifier", **_WEIGHT_NORM[config.weight_norm])
+        for module in model.modules():
+            if isinstance(module, BoundedWeight):
+                module.rho.mul_(config.rho)
     return model
