@@ -99,6 +99,16 @@ def test_any_shape_dtype_and_layout(
     torch.testing.assert_close(db.double(), wide[5], rtol=0, atol=atol)
 
 
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_a_mean_far_from_zero_does_not_spoil_l1s_scale(memory_format: torch.memory_format) -> None:
+    """The mean is rounded; the deviations from it are summed on both sides, so that its error cancels."""
+    x = (torch.randn(32, 4, 28, 28) + 1000).contiguous(memory_format=memory_format)
+    running_var, expected = torch.zeros(4), torch.zeros(4, dtype=torch.float64)
+    hand_derived.batch_norm(x, None, running_var, training=True, momentum=1.0)
+    lp_batch_norm(x.double(), None, expected, training=True, momentum=1.0)
+    torch.testing.assert_close(running_var.double(), expected, rtol=2e-5, atol=0)
+
+
 def test_layout_is_kept() -> None:
     x = torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last).requires_grad_()
     y = hand_derived.batch_norm(x, training=True, act="relu")

@@ -12,7 +12,8 @@ that what they write in between stays in the cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from normmatters.functional.checks import check_batch_norm
 from normmatters.functional.statistic import Kind, check_constant, compute_dtype, scale_constant, statistic_kind
 
 # Elements a thread works on at a time: a few such float32 buffers fit its share of the cache, and calls are amortized.
-CHUNK = 1 << 18
+CHUNK = 1 << 19
 
 
 def batch_norm(
@@ -143,8 +144,10 @@ class _BatchNormTrain(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         dims = [d for d in range(input.dim()) if d != 1]
         mean = input.mean(dims, dtype=compute_dtype(input.dtype))
-        positions = slopes = None
-        if kind in ("l1", "l2", "lp"):
+        above = positions = slopes = None
+        if kind == "l1":
+            statistic, above = _mean_deviation(input, mean)
+        elif kind in ("l2", "lp"):
             statistic = _average(input, mean, kind, p)
         elif kind == "mean":
             statistic = torch.ones_like(mean)
@@ -153,12 +156,14 @@ class _BatchNormTrain(torch.autograd.Function):
         squared = (C * statistic).square()
         if kind == "mean":
             eps = 0.0  # no scale: D = 1
+        eps = max(eps, TINY)
+        inverse = (squared + eps).rsqrt()
 
-        output = _normalize(input, mean, squared, weight, bias, residual, eps, act)
+        output = _normalize(input, mean, squared, inverse, weight, bias, residual, eps, act)
         x = None if kind == "mean" else input  # a shift is linear: its gradient needs no input
         y = output if act == "relu" else None
-        ctx.save_for_backward(x, y, weight, mean, statistic, squared, positions, slopes)
-        ctx.settings = (eps, kind, p, C)
+        ctx.save_for_backward(x, y, weight, mean, statistic, inverse, above, positions, slopes)
+        ctx.settings = (kind, p, C)
         ctx.mark_non_differentiable(mean, squared)
         ctx.set_materialize_grads(False)
         return output, mean, squared
@@ -201,7 +206,12 @@ def _samples(x: Tensor) -> int:
 
 def _pieces(x: Tensor, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """A few samples at a time of ``x`` and the tensors of its shape."""
-    return zip(*(t.split(_samples(x)) for t in (x, *tensors)))
+    step, end = _samples(x), x.shape[0]
+    if step >= end:
+        yield x, *tensors
+    else:
+        for start in range(0, end, step):
+            yield tuple([t[start : start + step] for t in (x, *tensors)])
 
 
 def _scratch(x: Tensor, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
@@ -214,8 +224,36 @@ def _per_channel(t: Tensor, like: Tensor) -> Tensor:
     return t.view([1, -1] + [1] * (like.dim() - 2))
 
 
+def _weighted_sums(w: Tensor, x: Tensor, mean: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
+    """Σ w·(x−μ)/D and Σ w of each channel: two sums that torch's batch norm takes in one pass for its backward."""
+    _, moments, sums = torch.ops.aten.native_batch_norm_backward(
+        w, x, None, None, None, mean, inverse, True, 0.0, [False, True, True]
+    )
+    return moments, sums
+
+
+def _added(sums: Iterable[tuple[Tensor, ...]]) -> list[Tensor]:
+    """The sums of all pieces, added one by one."""
+    return [functools.reduce(torch.add, pieces) for pieces in zip(*sums)]
+
+
+def _mean_deviation(x: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
+    """T for L1, mean |x−μ| of each channel, and how many elements are not below μ, which the backward pass needs.
+
+    With σ = [x ≥ μ] − ½ these are 2·Σ σ·(x−μ)/n and Σ σ + n/2: one pass for both. Σ[x ≥ μ](x−μ) alone, half of Σ|x−μ|,
+    would do if μ had no rounding; the two signs cancel its rounding.
+    """
+    mu, one, scratch = _per_channel(mean, x), torch.ones_like(mean), _scratch(x, mean.dtype)
+    deviation, balance = _added(
+        _weighted_sums(torch.ge(part, mu, out=scratch(part)).sub_(0.5), part.to(mean.dtype), mean, one)
+        for (part,) in _pieces(x)
+    )
+    n = x.numel() // x.shape[1]
+    return deviation * (2 / n), balance + n / 2
+
+
 def _average(x: Tensor, mean: Tensor, kind: Kind, p: float) -> Tensor:
-    """T for L1, L2 and Lp: (mean |x−μ|^p)^(1/p) of each channel."""
+    """T for L2 and Lp: (mean |x−μ|^p)^(1/p) of each channel."""
     dims = [d for d in range(x.dim()) if d != 1]
     mu = _per_channel(mean, x)
     total = torch.zeros_like(mean)
@@ -227,14 +265,12 @@ def _average(x: Tensor, mean: Tensor, kind: Kind, p: float) -> Tensor:
     for (part,) in _pieces(x):
         c = torch.sub(part, mu, out=scratch(part))
         if top is None:
-            c = c.abs_() if kind == "l1" else c.square_()
+            c = c.square_()
         else:
             c = c.abs_().div_(_per_channel(top, x)).pow_(p)
         total += c.sum(dims)
     average = total / (x.numel() // x.shape[1])
-    if kind == "l2":
-        return average.sqrt()
-    return average if top is None else average.pow(1 / p) * top
+    return average.sqrt() if top is None else average.pow(1 / p) * top
 
 
 def _extremes(x: Tensor, mean: Tensor, kind: Kind, k: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -269,6 +305,7 @@ def _normalize(
     x: Tensor,
     mean: Tensor,
     squared: Tensor,
+    inverse: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
     residual: Tensor | None,
@@ -278,17 +315,13 @@ def _normalize(
     """act((x − μ)/√(s² + eps)·weight + bias + residual), rounded to x's dtype once."""
     weight, bias = (t if t is None else t.to(mean.dtype) for t in (weight, bias))
     if x.dtype == mean.dtype and x.stride(1) != 1:
-        y = F.batch_norm(x, mean, squared, weight, bias, False, 0.0, max(eps, TINY))  # with given statistics: one pass
+        y = F.batch_norm(x, mean, squared, weight, bias, False, 0.0, eps)  # with given statistics: one pass
         if residual is not None:
             y += residual
         return y.relu_() if act == "relu" else y
     # Channels last, this is faster; and half precision needs more digits until the end.
-    scale = (squared + eps).rsqrt()
-    if weight is not None:
-        scale *= weight
-    shift = -mean * scale
-    if bias is not None:
-        shift += bias
+    scale = inverse if weight is None else inverse * weight
+    shift = -mean * scale if bias is None else torch.addcmul(bias, mean, scale, value=-1)
     scale, shift = _per_channel(scale, x), _per_channel(shift, x)
     y = torch.empty_like(x)
     for part, out, *rest in _pieces(x, y, *([] if residual is None else [residual])):
@@ -307,13 +340,12 @@ def _backward(
     grad: Tensor,
     saved: tuple[Any, ...],
     needed: Sequence[bool],
-    eps: float,
     kind: Kind,
     p: float,
     C: float,
 ) -> tuple[Tensor | None, ...]:
     """Gradients of input, weight, bias and residual; autograd casts them to their dtypes."""
-    x, output, weight, mean, statistic, squared, positions, slopes = saved
+    x, output, weight, mean, statistic, inverse, above, positions, slopes = saved
     if kind == "mean":
         masked = grad if output is None else torch.ops.aten.threshold_backward(grad, output, 0)
         sum_g = masked.sum([d for d in range(grad.dim()) if d != 1], dtype=mean.dtype)
@@ -324,49 +356,43 @@ def _backward(
     if output is not None:
         # The masked gradient goes where dx will be, unless the residual's gradient, which it is, must outlive it.
         masked = torch.empty_like(x) if needed[3] else dx
-    mu, one = _per_channel(mean, x), torch.ones_like(mean)
-    sum_g, sum_gc, sum_u = torch.zeros_like(mean), torch.zeros_like(mean), torch.zeros_like(mean)
+    mu = _per_channel(mean, x)
     dense = kind in ("l1", "l2", "lp")
     scratch = _scratch(x, mean.dtype)
     dims = [d for d in range(x.dim()) if d != 1]
+    sums: list[tuple[Tensor, ...]] = []
     for part, g, arrived, out in _pieces(x, masked, grad, grad if output is None else output):
         if output is not None:
             torch.ops.aten.threshold_backward.grad_input(arrived, out, 0, grad_input=g)
-        g, c = g.to(mean.dtype), part.to(mean.dtype)
-        _, gc, gs = torch.ops.aten.native_batch_norm_backward(  # for its two fused sums, Σ g·(x−μ)·1 and Σ g
-            g, c, one, None, None, mean, one, True, eps, [False, True, True]
-        )
-        sum_gc += gc
-        sum_g += gs
-        if dense and needed[0]:
-            sum_u += _direction(c, mu, statistic, kind, p, out=scratch(c)).sum(dims)
+        part = part.to(mean.dtype)
+        sums.append(_weighted_sums(g.to(mean.dtype), part, mean, inverse))
+        if kind in ("l2", "lp") and needed[0]:
+            sums[-1] += (_direction(part, mu, statistic, kind, p, out=scratch(part)).sum(dims),)
+    sum_gx, sum_g, *directions = _added(sums)
 
     n = x.numel() // x.shape[1]
-    D = (squared + eps).sqrt()
-    sum_gx = sum_gc / D
-    a = 1 / D if weight is None else weight.to(mean.dtype) / D
-    r = sum_gx * (C * C) / D  # times T·u
+    a = inverse if weight is None else weight * inverse
+    slope = a * inverse * sum_gx  # of u, below times T and constants
     if kind != "l2":
-        r = r * statistic
-    if slopes is not None:
-        sum_u = slopes.sum(1)
-    elif dense:
-        r = r * ((2 if kind == "l1" else 1) / n)
+        slope *= statistic
+    slope *= C * C * ((2 if kind == "l1" else 1) / n if dense else 1)
     if needed[0]:
-        # dx = a·g + shift + u·slope
-        shift, scale, slope = (_per_channel(t, x) for t in (a * (r * sum_u - sum_g) / n, a, -a * r))
+        # dx = a·g + shift − u·slope
+        (sum_u,) = directions or [above if kind == "l1" else slopes.sum(1)]
+        shift = torch.addcmul(slope * sum_u, a, sum_g, value=-1) / n
+        shift, scale, along = (_per_channel(t, x) for t in (shift, a, slope))
         for part, g, out in _pieces(x, masked, dx):
             rest = shift
             if dense:
                 u = _direction(part.to(mean.dtype), mu, statistic, kind, p, out=scratch(part))
-                rest = torch.addcmul(shift, u, slope, out=u)
+                rest = torch.addcmul(shift, u, along, value=-1, out=u)
             if out.dtype == mean.dtype:
                 torch.addcmul(rest, g, scale, out=out)
             else:
                 out.copy_(torch.addcmul(rest, g.to(mean.dtype), scale))
         if positions is not None:
-            at_extremes = (-a * r).unsqueeze(1) * slopes
-            dx.index_put_(_index(x, positions), at_extremes.to(dx.dtype), accumulate=True)
+            at_extremes = slope.unsqueeze(1) * slopes
+            dx.index_put_(_index(x, positions), -at_extremes.to(dx.dtype), accumulate=True)
     return (
         dx,
         None if weight is None else sum_gx,
