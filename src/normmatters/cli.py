@@ -231,6 +231,8 @@ def _tell(console: Console, report: Report) -> None:
             f"{count['open']} cannot be told from these runs.",
             highlight=False,
         )
+    if report.not_run:
+        console.print(_plain(report.not_run), style="dim", highlight=False, soft_wrap=True)
     console.print(f"[bold]Report:[/] {_plain(str(report.html.resolve()))}", highlight=False, soft_wrap=True)
 
 

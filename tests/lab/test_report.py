@@ -97,7 +97,30 @@ def test_following_is_judged_over_the_whole_course(tmp_path: Path) -> None:
     write_run(tmp_path, "fig1/corrected", final=0.9, speed=1.9)
     write_run(tmp_path, "fig1/norm_schedule", final=0.9, speed=1.05)
     verdicts = {v.claim.a: v.verdict for v in judge_all(collect([tmp_path])) if v.claim.rule == "follows"}
-    assert verdicts == {"fig1/corrected": "holds", "fig1/norm_schedule": "fails", "fig1/wd_free": "open"}
+    assert verdicts == {"fig1/corrected": "holds", "fig1/norm_schedule": "fails"}
+
+
+@pytest.mark.parametrize("preset", ["quick", "cifar"])
+def test_claims_about_cells_that_were_not_run_are_counted_and_not_listed(tmp_path: Path, preset: str) -> None:
+    """With a command that runs them: of the preset of these runs, or, where it leaves a cell out, of the next one."""
+    write_run(tmp_path, "fig2/resnet18_l1", preset=preset, final=0.90)
+    write_run(tmp_path, "fig2/resnet18_l2", preset=preset, final=0.90)
+    write_run(tmp_path, "fig2/resnet18_topk", preset=preset, finished=False)
+    report = write_report([tmp_path], tmp_path / "out", images=False)
+    shown = {v.claim.a: v.measured for v in report.verdicts}
+    # What did not finish stays in sight. fig2 has four claims more; supp1, table2 and lean are there for shared cells.
+    assert set(shown) == {"fig2/resnet18_l1", "fig2/resnet18_topk"}
+    assert shown["fig2/resnet18_topk"] == "no finished run of fig2/resnet18_topk"
+    how = {
+        "quick": "`normmatters reproduce fig2 supp1 table2 --preset quick` and "
+        "`normmatters reproduce lean --preset short`",
+        "cifar": "`normmatters reproduce fig2 supp1 table2 lean --preset cifar`",
+    }
+    said = f"{4 + 4 + 2 + 3} more claims are about cells that were not run here; these are run by {how[preset]}."
+    assert report.not_run == said
+    assert report.not_run in report.markdown.read_text()
+    assert report.not_run.replace("`", "") in re.sub("</?code>", "", report.html.read_text())
+    assert "**1 claims hold, 0 do not, 1 cannot be told from these runs.**" in report.markdown.read_text()
 
 
 def test_reaching_an_error_sooner(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from normmatters.lab.report.collect import Collection, collect
 from normmatters.lab.report.figures import png, svg
 from normmatters.lab.report.html import charts, experiments_of, page
-from normmatters.lab.report.judge import Verdict, judge_all
+from normmatters.lab.report.judge import Verdict, judge_all, not_run
 from normmatters.lab.report.markdown import markdown
 
 __all__ = ["Collection", "Report", "Verdict", "collect", "judge_all", "write_report"]
@@ -18,12 +18,13 @@ __all__ = ["Collection", "Report", "Verdict", "collect", "judge_all", "write_rep
 
 @dataclass(frozen=True)
 class Report:
-    """What was written: the page (``html``), the Markdown, and the verdicts that both show."""
+    """What was written: the page (``html``), the Markdown, and what both show: the verdicts, and what was not run."""
 
     html: Path
     markdown: Path
     figures: tuple[Path, ...]
     verdicts: tuple[Verdict, ...]
+    not_run: str
     collection: Collection
 
 
@@ -36,7 +37,7 @@ def write_report(runs: Iterable[str | Path], out: str | Path, *, command: str = 
     PosixPath('runs/quick/report/report.html')
     """
     collection = collect(runs)
-    verdicts = judge_all(collection)
+    verdicts, missing = judge_all(collection), not_run(collection)
     folder = Path(out) / "figures"
     folder.mkdir(parents=True, exist_ok=True)
     figures: list[Path] = []
@@ -47,9 +48,9 @@ def write_report(runs: Iterable[str | Path], out: str | Path, *, command: str = 
                 path = folder / f"{e.name}-{i}.png"
                 png(chart, path)
                 figures.append(path)
-    html = _write(Path(out) / "report.html", page(collection, verdicts, command))
-    text = _write(Path(out) / "report.md", markdown(collection, verdicts))
-    return Report(html, text, tuple(figures), tuple(verdicts), collection)
+    html = _write(Path(out) / "report.html", page(collection, verdicts, missing, command))
+    text = _write(Path(out) / "report.md", markdown(collection, verdicts, missing))
+    return Report(html, text, tuple(figures), tuple(verdicts), missing, collection)
 
 
 def _write(path: Path, text: str) -> Path:

@@ -24,12 +24,12 @@ _DARK_PAGE = (
 )
 
 
-def page(collection: Collection, verdicts: Sequence[Verdict], command: str = "") -> str:
-    """The whole report as one HTML string."""
+def page(collection: Collection, verdicts: Sequence[Verdict], not_run: str = "", command: str = "") -> str:
+    """The whole report as one HTML string; ``not_run`` stands below the claims."""
     sections = experiments_of(collection)
     links = ['<li><a href="#summary">Summary</a></li>']
     links += [f'<li><a href="#{e.name}">{escape(e.title)}{_score(e, verdicts)}</a></li>' for e in sections]
-    body = [_summary(sections, verdicts), *(_section(e, collection, verdicts) for e in sections)]
+    body = [_summary(sections, verdicts, not_run), *(_section(e, collection, verdicts) for e in sections)]
     if collection.unfinished:
         body.append(_unfinished(collection.unfinished))
         links.append('<li><a href="#unfinished">Not finished</a></li>')
@@ -122,7 +122,7 @@ def _score(experiment: Experiment, verdicts: Sequence[Verdict]) -> str:
     return f' <span class="score">{" ".join(marks)}</span>' if marks else ""
 
 
-def _summary(sections: Sequence[Experiment], verdicts: Sequence[Verdict]) -> str:
+def _summary(sections: Sequence[Experiment], verdicts: Sequence[Verdict], not_run: str) -> str:
     count = Counter(v.verdict for v in verdicts)
     tally = (
         f'<div class="holds"><b>{count["holds"]}</b>claims hold here</div>'
@@ -143,7 +143,8 @@ def _summary(sections: Sequence[Experiment], verdicts: Sequence[Verdict]) -> str
     )
     table = f'<table class="stack claims">{_CLAIM_HEAD}<tbody>{"".join(rows)}</tbody></table>' if rows else ""
     head = f'<h2>Does it hold?{_anchor("summary")}</h2><div class="tally">{tally}</div>'
-    return f'<section id="summary">{head}<p class="shows dim">{rule}</p>{table}</section>'
+    rest = f'<p class="shows dim">{_code(not_run)}</p>' if not_run else ""
+    return f'<section id="summary">{head}<p class="shows dim">{rule}</p>{table}{rest}</section>'
 
 
 _CLAIM_HEAD = "<thead><tr><th>Claim</th><th>Verdict</th><th>Measured</th><th>Rule</th></tr></thead>"

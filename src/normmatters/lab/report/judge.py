@@ -6,10 +6,11 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from normmatters.lab.experiments import PRESETS, load_cell
 from normmatters.lab.paper import CLAIMS, Claim
 from normmatters.lab.report.collect import METRICS, Collection, Number, Result
 
-__all__ = ["MARKS", "Kind", "Verdict", "judge", "judge_all"]
+__all__ = ["MARKS", "Kind", "Verdict", "judge", "judge_all", "not_run"]
 
 Kind = Literal["holds", "fails", "open"]
 MARKS: dict[Kind, str] = {"holds": "✓", "fails": "✗", "open": "–"}
@@ -17,7 +18,7 @@ MARKS: dict[Kind, str] = {"holds": "✓", "fails": "✗", "open": "–"}
 
 @dataclass(frozen=True)
 class Verdict:
-    """``open``: not run, or closer than the runs can tell; ``measured`` says which, with the numbers."""
+    """``open``: not finished, or closer than the runs can tell; ``measured`` says which, with the numbers."""
 
     claim: Claim
     verdict: Kind
@@ -29,8 +30,39 @@ class Verdict:
 
 
 def judge_all(collection: Collection) -> list[Verdict]:
-    """Every claim of the experiments that were run."""
-    return [judge(claim, collection) for claim in CLAIMS if claim.experiment in collection.experiments]
+    """Every claim whose cells all have runs here; one that did not finish leaves its claims open."""
+    return [judge(claim, collection) for claim in CLAIMS if _cells(claim) <= collection.results.keys()]
+
+
+def not_run(collection: Collection) -> str:
+    """How many claims of these experiments are about cells without a run here, and what runs them; empty if none."""
+    commands: dict[str, list[str]] = {}
+    presets = _presets_from(collection)
+    for claim in CLAIMS:
+        if claim.experiment in collection.experiments and not _cells(claim) <= collection.results.keys():
+            runs_it = [p for p in presets if all(p in load_cell(id).only for id in _cells(claim))]
+            commands.setdefault((runs_it or PRESETS)[0], []).append(claim.experiment)
+    if not commands:
+        return ""
+    count = sum(map(len, commands.values()))
+    what = "1 more claim is" if count == 1 else f"{count} more claims are"
+    how = [f"`normmatters reproduce {' '.join(dict.fromkeys(e))} --preset {p}`" for p, e in commands.items()]
+    return f"{what} about cells that were not run here; these are run by {' and '.join(how)}."
+
+
+def _cells(claim: Claim) -> set[str]:
+    return {id for id in (claim.a, claim.b, claim.c) if id}
+
+
+def _presets_from(collection: Collection) -> tuple[str, ...]:
+    """The preset that most of these runs are of, and those with more data."""
+
+    def matches(preset: str) -> int:
+        ours = [r for r in collection.results.values() if r.cell.table]  # a run of the user's own has no cell file
+        configs = [(r.config, r.cell.config(preset)) for r in ours]
+        return sum((c["data"]["name"], c["optim"]["epochs"]) == (d.data.name, d.optim.epochs) for c, d in configs)
+
+    return PRESETS[PRESETS.index(max(PRESETS, key=matches)) :]
 
 
 def judge(claim: Claim, collection: Collection) -> Verdict:

@@ -12,8 +12,8 @@ from normmatters.lab.report.judge import Verdict
 __all__ = ["markdown"]
 
 
-def markdown(collection: Collection, verdicts: Sequence[Verdict], figures: str = "figures") -> str:
-    """The report as Markdown; images are links into the folder ``figures``."""
+def markdown(collection: Collection, verdicts: Sequence[Verdict], not_run: str = "", figures: str = "figures") -> str:
+    """The report as Markdown; images are links into the folder ``figures``, ``not_run`` stands below the claims."""
     count = Counter(v.verdict for v in verdicts)
     lines = ["# Norm matters, measured", ""]
     lines += [" · ".join(f"{k}: {v}" for k, v in facts(collection).items()), ""]
@@ -24,6 +24,7 @@ def markdown(collection: Collection, verdicts: Sequence[Verdict], figures: str =
     if verdicts:
         lines += ["| | Claim | Measured | Rule |", "|---|---|---|---|"]
         lines += [_row(v.mark, f"{v.claim.text} ({v.claim.check})", v.measured, v.claim.rule_text) for v in verdicts]
+    lines += ["", not_run] if not_run else []
     for e in experiments_of(collection):
         results = collection.of(e.name)
         lines += ["", f"## {e.title}: {e.topic}", ""]
