@@ -228,7 +228,7 @@ def carry_over(old: nn.Module, new: nn.Module) -> None:
 
     Norms here hold what ``torch.nn``'s hold and the few attributes that say which norm it is, so that is all.
     """
-    ours = {"p", "k", "constant", "act", "memory"}
+    ours = {"p", "k", "constant", "act", "memory", "pool"}
     vars(new).update({name: value for name, value in vars(old).items() if name not in ours | {"_modules"}})
 
 
