@@ -1,4 +1,4 @@
-"""Batch norm, ReLU and max pool as PyTorch operators, ``torch.ops.normmatters.pooled_batch_norm_*``, and one eager node.
+"""Batch norm, ReLU and max pool as operators, ``torch.ops.normmatters.pooled_batch_norm_*``, and as one eager node.
 
 As in :mod:`normmatters.kernels.ops`: the statistics are its ``batch_norm_statistics``, and the operator behind them is
 functional, with the gradient of the whole.
@@ -39,7 +39,7 @@ def _apply(
     lean: bool,
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The pooled output, and what the backward pass needs (empty unless ``save``): winners (not lean), codes, counts."""
+    """The pooled output, and what the backward pass needs (empty unless ``save``): winners, codes, counts."""
     return kernels.normalize(_channels_last(x), weight, bias, statistics, lean=lean, save=save)
 
 
@@ -150,7 +150,7 @@ def pooled_batch_norm(
     constant: float,
     lean: bool,
 ) -> Tensor:
-    """A training step's L1 batch norm, ReLU and pool of a channels-last ``x``; the dispatcher has checked everything."""
+    """A training step's L1 batch norm, ReLU and pool of a channels-last ``x``; the dispatcher has checked them."""
     weight, bias = (None if t is None else t.contiguous() for t in (weight, bias))
     save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
     running = (running_mean, running_var, momentum, eps, "l1", 0, constant)

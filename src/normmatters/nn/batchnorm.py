@@ -33,8 +33,8 @@ class _LpBatchNorm(_NormBase):
     _default_p: float | str = 1
     _default_k: int | None = None
 
-    #: None, or ``"max"``: a max pool over 3×3 windows with stride 2 and padding 1 follows ``act``, in the same pass where
-    #: a kernel can. Set by :func:`normmatters.convert`, which leaves a placeholder where the pool was.
+    #: None, or ``"max"``: a max pool over 3×3 windows with stride 2 and padding 1 follows ``act``, in one pass where a
+    #: kernel can. Set by :func:`normmatters.convert`, which leaves a placeholder where the pool was.
     pool: str | None = None
 
     def __init__(

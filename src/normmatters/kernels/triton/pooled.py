@@ -48,6 +48,16 @@ def load_row(x_ptr, center, col, cols, left, valid, right, inside, other, EVEN: 
 
 
 @triton.jit
+def key_of(x, turn):
+    """x·sign(γ), in a type of x's size that is compared two at a time: bfloat16's bits have the same order as float16.
+
+    From 2¹²¹ on they are infinities and NaN to float16. A channel with such a number has a scale whose square is
+    infinite in float32: its output is β, and no gradient asks who won.
+    """
+    return x.to(turn.dtype, bitcast=True) * turn
+
+
+@triton.jit
 def where_best(winner, key, best, valid, INDEX: tl.constexpr):
     """INDEX where the key is the best one. Asked from the last to the first, of equal ones the first remains."""
     return tl.where((key == best) & valid[:, None], INDEX, winner)
@@ -89,10 +99,13 @@ def pooled_normalize_kernel(
     mean = tl.load(stats_ptr + col, mask=inside, other=0.0)[None, :]
     inverse = tl.load(stats_ptr + cols + col, mask=inside, other=0.0)
     slope = (gamma * inverse)[None, :]
-    # Keys, in x's own dtype: the largest one wins. With γ = 0 all are equal. What is not there is −∞ to all others.
+    # The largest key wins; with γ = 0 all are equal. What is not there has the key −∞.
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    KEY: tl.constexpr = tl.float16 if dtype == tl.bfloat16 else dtype
     sign = tl.where(gamma > 0, 1.0, tl.where(gamma < 0, -1.0, 0.0))[None, :]
-    turn = sign.to(x_ptr.dtype.element_ty)
-    other = tl.where(sign == 0.0, 0.0, sign * float("-inf")).to(x_ptr.dtype.element_ty)
+    turn = sign.to(KEY)
+    other = tl.where(sign == 0.0, 0.0, tl.where(sign > 0, float("-inf"), float("inf")))
+    other = other.to(KEY).to(dtype, bitcast=True)
     count = tl.zeros((BLOCK_R, BLOCK_C), tl.int32)
     for tile in range(split, tiles, splits):
         window, image, i, j = windows(tile, out_height, out_width, BLOCK_R)
@@ -103,8 +116,9 @@ def pooled_normalize_kernel(
         x0, x1, x2 = load_row(x_ptr, center - width, col, cols, left, top, right, inside, other, EVEN)
         x3, x4, x5 = load_row(x_ptr, center, col, cols, left, live, right, inside, other, EVEN)
         x6, x7, x8 = load_row(x_ptr, center + width, col, cols, left, bottom, right, inside, other, EVEN)
-        k0, k1, k2, k3, k4 = x0 * turn, x1 * turn, x2 * turn, x3 * turn, x4 * turn
-        k5, k6, k7, k8 = x5 * turn, x6 * turn, x7 * turn, x8 * turn
+        k0, k1, k2 = key_of(x0, turn), key_of(x1, turn), key_of(x2, turn)
+        k3, k4, k5 = key_of(x3, turn), key_of(x4, turn), key_of(x5, turn)
+        k6, k7, k8 = key_of(x6, turn), key_of(x7, turn), key_of(x8, turn)
         best = tl.maximum(tl.maximum(k0, k1), tl.maximum(k2, k3))
         best = tl.maximum(tl.maximum(best, k4), tl.maximum(tl.maximum(k5, k6), tl.maximum(k7, k8)))
         winner = tl.full((BLOCK_R, BLOCK_C), 4, tl.int32)
@@ -122,7 +136,7 @@ def pooled_normalize_kernel(
         mask = live[:, None]
         if not EVEN:
             mask = mask & inside[None, :]
-        x = best.to(tl.float32) * sign  # 0 where γ is, which its slope makes 0 anyway
+        x = best.to(dtype, bitcast=True).to(tl.float32) * sign  # 0 where γ is, which its slope makes 0 anyway
         y = (x - mean) * slope + beta[None, :]
         z = tl.maximum(y, 0.0, propagate_nan=tl.PropagateNan.ALL).to(z_ptr.dtype.element_ty)
         tl.store(z_ptr + offset, z, mask=mask)

@@ -188,9 +188,7 @@ def gradient(
     scratch = torch.empty(plan.scratch, dtype=torch.float32, device=g.device)
     dweight = torch.empty(channels, dtype=torch.float32, device=g.device)
     dbias = torch.empty(channels, dtype=torch.float32, device=g.device)
-    dx = torch.empty(
-        (batch, channels, *size), dtype=g.dtype, device=g.device, memory_format=torch.channels_last
-    )
+    dx = torch.empty((batch, channels, *size), dtype=g.dtype, device=g.device, memory_format=torch.channels_last)
     plan.reduce((g, saved, code, w, b, statistics, scratch))
     plan.finish((scratch, count, w, b, statistics, dweight, dbias), (constant,))
     plan.input_gradient((g, code, scratch, dx))
