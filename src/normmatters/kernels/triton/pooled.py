@@ -89,7 +89,10 @@ def pooled_normalize_kernel(
     BLOCK_C: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """z, and with SAVE the codes and the partial counts [split, channel] of x ≥ μ; SAVE_WINNER: the x that won too."""
+    """z, and with SAVE the codes and the partial counts [split, channel] of x ≥ μ.
+
+    SAVE_WINNER: also the x that won each window, ∞ where that is closed.
+    """
     wait_for_previous(OVERLAP)
     split = tl.program_id(1)
     splits = tl.num_programs(1)
@@ -143,7 +146,8 @@ def pooled_normalize_kernel(
         if SAVE_WINNER:
             first = pick_first(x0, x1, x3, x4, top & left, top, left)
             x = tl.where(sign == 0.0, first.to(tl.float32), x)
-            tl.store(winner_ptr + offset, x.to(winner_ptr.dtype.element_ty), mask=mask)
+            x = tl.where(z > 0, x, float("inf"))
+            tl.store(winner_ptr + offset, x.to(dtype), mask=mask)
         if SAVE:
             above = tl.where((x4.to(tl.float32) >= mean) & mask, 1, 0)
             above += tl.where((x5.to(tl.float32) >= mean) & right[:, None] & mask, 2, 0)
@@ -167,12 +171,19 @@ def pick_first(x0, x1, x3, x4, has_0, has_1, has_3):
 
 @triton.jit
 def load_pooled(ptr, tile, col, windows_in_all, cols, BLOCK_R: tl.constexpr, EVEN: tl.constexpr):
-    """A tile of a pooled tensor, [BLOCK_R, BLOCK_C]; zero outside."""
+    """A tile of a pooled tensor, [BLOCK_R, BLOCK_C]; zero outside: a tile before the first one reads nothing."""
     window = tile * BLOCK_R + tl.arange(0, BLOCK_R)
-    mask = (window < windows_in_all)[:, None]
+    mask = ((window >= 0) & (window < windows_in_all))[:, None]
     if not EVEN:
         mask = mask & (col < cols)[None, :]
     return tl.load(ptr + window.to(tl.int64)[:, None] * cols + col[None, :], mask=mask, other=0)
+
+
+@triton.jit
+def load_pair(g_ptr, saved_ptr, tile, col, windows_in_all, cols, BLOCK_R: tl.constexpr, EVEN: tl.constexpr):
+    """The same tile of the gradient and of what was saved."""
+    g = load_pooled(g_ptr, tile, col, windows_in_all, cols, BLOCK_R, EVEN)
+    return g, load_pooled(saved_ptr, tile, col, windows_in_all, cols, BLOCK_R, EVEN)
 
 
 @triton.jit
@@ -214,18 +225,21 @@ def pooled_reduce_kernel(
         center = tl.load(stats_ptr + col, mask=inside, other=0.0)
     first = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
     second = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
-    # Last tiles first: ``pooled_input_gradient_kernel`` begins with the first ones, which are then in the cache.
+    # Last tiles first: ``pooled_input_gradient_kernel`` begins with the first ones, which are then in the cache. Two
+    # tiles are on their way while one is summed; there is little to do with each.
+    tile = tiles - 1 - split
+    g_ahead, t_ahead = load_pair(g_ptr, saved_ptr, tile, col, windows_in_all, cols, BLOCK_R, EVEN)
+    g_later, t_later = load_pair(g_ptr, saved_ptr, tile - splits, col, windows_in_all, cols, BLOCK_R, EVEN)
     for it in range(split, tiles, splits):
         tile = tiles - 1 - it
-        g = load_pooled(g_ptr, tile, col, windows_in_all, cols, BLOCK_R, EVEN).to(tl.float32)
-        t = load_pooled(saved_ptr, tile, col, windows_in_all, cols, BLOCK_R, EVEN).to(tl.float32)
+        g, t = g_ahead.to(tl.float32), t_ahead.to(tl.float32)
+        g_ahead, t_ahead = g_later, t_later
+        g_later, t_later = load_pair(g_ptr, saved_ptr, tile - 2 * splits, col, windows_in_all, cols, BLOCK_R, EVEN)
+        is_open = t > 0
         if SOURCE == FROM_INPUT:
-            code = load_pooled(code_ptr, tile, col, windows_in_all, cols, BLOCK_R, EVEN).to(tl.int32)
-            g = tl.where(code >> 4 == CLOSED, 0.0, g)
-        else:
-            g = tl.where(t > 0, g, 0.0)
-        first += g
-        second += g * (t - center[None, :])
+            is_open = t < float("inf")
+        first += tl.where(is_open, g, 0.0)
+        second += tl.where(is_open, g * (t - center[None, :]), 0.0)
     if SOURCE == FROM_OUTPUT:
         vague = is_vague(gamma, beta, ROUNDING, TINY) & inside
         if tl.max(vague.to(tl.int32), axis=0) > 0:
