@@ -48,25 +48,33 @@ def spread(g: Tensor, at: Tensor, like: Tensor) -> Tensor:
 
 
 def check(x: Tensor, *, weight=None, bias=None, memory: str, constant: str | float = "exact", pilot=None) -> Result:
-    """Everything that a training step computes.
+    """Everything that a training step computes."""
+    y, z, _ = expected(x, weight, bias, constant)
+    g = off_the_fence(torch.randn(z.shape, device=x.device).to(x.dtype), z, y.amax((0, 2, 3), keepdim=True))
+    ours = pooled(x, weight, bias, g, memory, constant)
+    assert ours.y.dtype == ours.dx.dtype == x.dtype
+    for tensor, shape in ((ours.y, z.shape), (ours.dx, x.shape)):
+        assert tensor.shape == shape
+        assert tensor.is_contiguous(memory_format=torch.channels_last)
+    compare_pooled(ours, x, weight=weight, bias=bias, memory=memory, g=g, constant=constant, pilot=pilot)
+    return ours
+
+
+def off_the_fence(g: Tensor, z: Tensor, size: Tensor) -> Tensor:
+    """``g``, but 0 where the output is so near 0 that its rounding decides whether the ReLU lets ``g`` through."""
+    return torch.where((z < 2e-3 * size) & (z != 0), 0, g)
+
+
+def compare_pooled(ours: Result, x: Tensor, *, weight, bias, memory: str, g: Tensor, constant="exact", pilot=None):
+    """Raise unless ``ours`` is what the equation and PyTorch's pool give.
 
     The gradient through the pool is that of the whole output at the places that won, so the bounds of the batch norm
     without a pool hold: its output is the reference's, but for what the kernels say about the elements that won.
     """
-    y, z, at = expected(x, weight, bias, constant)
-    size = y.amax((0, 2, 3), keepdim=True)
-    g = torch.randn(z.shape, device=x.device).to(x.dtype)
-    g = torch.where((z < 2e-3 * size) & (z != 0), 0, g)  # rounding decides whether the ReLU lets it through
-    ours = pooled(x, weight, bias, g, memory, constant)
-    assert ours.y.dtype == ours.dx.dtype == x.dtype
-    assert ours.y.shape == z.shape
-    for tensor, shape in ((ours.y, z.shape), (ours.dx, x.shape)):
-        assert tensor.shape == shape
-        assert tensor.is_contiguous(memory_format=torch.channels_last)
+    y, _, at = expected(x, weight, bias, constant)
     seen = y.flatten(2).scatter(2, at.flatten(2), ours.y.double().flatten(2))
     assert torch.equal(seen.gather(2, at.flatten(2)), ours.y.double().flatten(2))  # one winner of several windows
     compare(
         replace(ours, y=seen.view_as(y)), x, "l1", weight=weight, bias=bias, residual=None, act="relu", memory=memory,
         constant=constant, g=spread(g, at, y), pilot=pilot,
     )  # fmt: skip
-    return ours

@@ -114,10 +114,11 @@ def test_a_vague_channel_goes_by_the_sign_of_each_winner():
     """Winners lie above the mean, mostly: so some windows are made to lie below it, and their winners anywhere."""
     x = made((2, 4, 9, 9), "channels_last").sub_(torch.linspace(-3, 1, 4, device=DEVICE).view(1, -1, 1, 1))
     x[:, :, 4:] -= 8.0
-    weight, bias = torch.tensor([1e-9, -1e-9, 1e-9, 1.0], device=DEVICE), torch.ones(4, device=DEVICE)
+    weight, bias = torch.tensor([1e-9, -1e-9, 0.0, 1.0], device=DEVICE), torch.ones(4, device=DEVICE)
     g = torch.randn(2, 4, 5, 5, device=DEVICE)
     ours = pooled(x, weight, bias, g, "lean")
     # γ so small that float64 sees no difference either: the largest (smallest) x is the limit of the largest output.
+    # With γ = 0 there is no difference, and the first element of each window wins.
     _, at = F.max_pool2d(x * weight.sign().view(1, -1, 1, 1), 3, 2, 1, return_indices=True)
     deviation = (x - x.mean((0, 2, 3), keepdim=True)).double()
     winners = deviation.flatten(2).gather(2, at.flatten(2)).view_as(g)
