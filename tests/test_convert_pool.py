@@ -14,7 +14,7 @@ from torch.testing import assert_close
 
 from blocks import Block
 from models import BasicBlock, ResNet, TimmResNet
-from normmatters.convert import ConversionReport, convert, to_torch
+from normmatters.convert import ConversionReport, convert, fold, to_torch
 from normmatters.convert.fused import FusedBlock, FusedMaxPool2d, FusedReLU
 from normmatters.nn.sync import convert_sync_batchnorm
 
@@ -260,6 +260,16 @@ def test_a_norm_without_its_model_is_kept():
     norm = convert(stem(), "l1")[1]
     with pytest.warns(UserWarning, match="it has taken over a max pool"):
         assert to_torch(norm) is norm
+
+
+def test_folded():
+    model = convert(stem().double(), "l1")
+    x = torch.randn(4, 3, 8, 8, dtype=torch.float64)
+    model(x)
+    expected = model.eval()(x)
+    folded = fold(model)
+    assert [type(module).__name__ for module in folded] == ["Conv2d", "Identity", "ReLU", "MaxPool2d"]
+    assert_close(folded(x), expected, rtol=1e-10, atol=1e-12)
 
 
 def test_synchronized_norms_keep_the_pool():
