@@ -83,6 +83,13 @@ def test_hard_values(memory):
     assert ours.dx.isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_tiny_inputs(dtype):
+    """Below float16's normal numbers, where an operation that flushes them to 0 would find all equal."""
+    x = (made(SHAPE, "channels_last") * 2.0**-20).to(dtype)
+    check(x, weight=torch.full((24,), 1e3, device=DEVICE), bias=torch.rand(24, device=DEVICE), memory="exact")
+
+
 def test_more_than_two_to_the_31_elements():
     shape = (2100, 64, 128, 128)
     x = torch.empty(shape, device=DEVICE, dtype=torch.float16, memory_format=torch.channels_last).normal_(1.0, 2.0)

@@ -102,7 +102,7 @@ def pooled_normalize_kernel(
     mean = tl.load(stats_ptr + col, mask=inside, other=0.0)[None, :]
     inverse = tl.load(stats_ptr + cols + col, mask=inside, other=0.0)
     slope = (gamma * inverse)[None, :]
-    # The largest key wins; with γ = 0 all are equal. What is not there has the key −∞.
+    # The largest key wins; with γ = 0 all are equal, to what is not there too, whose key is −∞ otherwise.
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     KEY: tl.constexpr = tl.float16 if dtype == tl.bfloat16 else dtype
     sign = tl.where(gamma > 0, 1.0, tl.where(gamma < 0, -1.0, 0.0))[None, :]
@@ -139,7 +139,7 @@ def pooled_normalize_kernel(
         mask = live[:, None]
         if not EVEN:
             mask = mask & inside[None, :]
-        x = best.to(dtype, bitcast=True).to(tl.float32) * sign  # 0 where γ is, which its slope makes 0 anyway
+        x = best.to(dtype, bitcast=True).to(tl.float32) * sign  # 0 where γ = 0: there y is β, whatever x is
         y = (x - mean) * slope + beta[None, :]
         z = tl.maximum(y, 0.0, propagate_nan=tl.PropagateNan.ALL).to(z_ptr.dtype.element_ty)
         tl.store(z_ptr + offset, z, mask=mask)
