@@ -35,8 +35,9 @@ _WEIGHT_NORMS = (BoundedWeight, ClassicWeight, nn.utils.parametrizations._Weight
 class NormLayer(NamedTuple):
     """One norm of the model and what ``convert`` would make of it.
 
-    ``becomes`` is the class that would take its place, None where it would stay; ``fused`` is ``""``, ``"relu"`` or
-    ``"add + relu"``; ``note`` says why if that is not all one could wish for. ``input`` is the shape that came in.
+    ``becomes`` is the class that would take its place, None where it would stay; ``fused`` is ``""``, ``"relu"``,
+    ``"add + relu"`` or ``"relu + max pool"``; ``note`` says why if that is not all one could wish for.
+    ``input`` is the shape that came in.
 
     >>> NormLayer("bn", "BatchNorm2d", becomes="L1BatchNorm2d", fused="relu").becomes
     'L1BatchNorm2d'

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
+from normmatters.convert.fused import FusedMaxPool2d
 from normmatters.kernels import dispatch
 from normmatters.nn.batchnorm import _LpBatchNorm
 
@@ -26,7 +27,8 @@ __all__ = ["Ghosts", "Kept"]
 class Kept(NamedTuple):
     """Bytes kept for the backward pass: now, and after ``convert`` with ``memory="exact"`` and ``"lean"`` on a GPU.
 
-    A tensor that several layers keep is counted once, for the last of them: the input of a layer is the layer's.
+    A tensor that several layers keep is counted once, for the last of them: the input of a layer is the layer's. A norm
+    that takes over a max pool is counted with it.
     ``exact`` and ``lean`` are None where no kernel can be asked (triton is not installed).
 
     >>> Kept(now=100, exact=112, lean=12).saved
@@ -77,6 +79,11 @@ class Ghosts:
     ) -> tuple[dict[str, Kept], dict[str, tuple[int, ...]], Kept]:
         """Bytes by layer, input shapes by layer, and the whole model's bytes; ``after`` is ``before`` converted."""
         now, inputs = self.keeps(before, example_input)
+        # What a pool keeps is counted for the norm that took it over: after the conversion they are one.
+        pooling = [name for name, m in after.named_modules() if isinstance(m, _LpBatchNorm) and m.pool is not None]
+        pools = [name for name, m in after.named_modules() if isinstance(m, FusedMaxPool2d)]
+        for norm, pool in zip(pooling, pools):
+            now[norm] = now.get(norm, 0) + now.pop(pool, 0)
         exact: dict[str, int] | None = None
         lean: dict[str, int] | None = None
         if not dispatch._TRITON_MISSING:

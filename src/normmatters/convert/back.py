@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from normmatters.convert.fuse import plan_fusion
-from normmatters.convert.fused import FusedBlock, FusedReLU, LinkedSequential
+from normmatters.convert.fused import FusedBlock, FusedMaxPool2d, FusedReLU, LinkedSequential
 from normmatters.convert.report import Change, ConversionReport
 from normmatters.convert.swap import carry_over, check_model, replace_modules
 from normmatters.functional.batch_norm import TINY
@@ -78,9 +78,9 @@ def to_torch(
 ) -> nn.Module:
     """Replace the norms of this library by ``torch.nn``'s, for deployment: the outputs in evaluation are the same.
 
-    Undoes :func:`convert`: blocks get their class and forward back, ReLUs their place, and state_dict keys stay. A norm
-    that was written with ``act="relu"`` by hand becomes a ``BatchNormReLU2d``, a subclass of ``nn.BatchNorm2d`` that
-    takes the residual too. Training goes on in L2.
+    Undoes :func:`convert`: blocks get their class and forward back, ReLUs and pools their place, and state_dict keys
+    stay. A norm that was written with ``act="relu"`` by hand becomes a ``BatchNormReLU2d``, a subclass of
+    ``nn.BatchNorm2d`` that takes the residual too. Training goes on in L2.
 
     Kept, with a warning, is what PyTorch has nothing equal for: layer and RMS norms with p ≠ 2, and batch norms without
     running statistics, which normalize by the batch in evaluation too.
@@ -108,7 +108,7 @@ def to_torch(
     report = ConversionReport() if report is None else report
 
     unfused: set[nn.Module] = set()
-    relus: dict[nn.Module, nn.Module] = {}
+    taken: dict[nn.Module, nn.Module] = {}
     for module in list(model.modules()):
         if isinstance(module, FusedBlock):
             unfused |= {module.get_submodule(path) for path in module.program.norms}
@@ -116,8 +116,11 @@ def to_torch(
         elif isinstance(module, LinkedSequential):
             object.__setattr__(module, "__class__", nn.Sequential)
         elif isinstance(module, FusedReLU):
-            relus[module] = nn.ReLU(module.inplace).train(module.training)
-    model = replace_modules(model, relus)
+            taken[module] = nn.ReLU(module.inplace).train(module.training)
+        elif isinstance(module, FusedMaxPool2d):
+            taken[module] = module.unfused()
+    model = replace_modules(model, taken)
+    pools = any(isinstance(module, nn.MaxPool2d) for module in taken.values())
 
     norms = [module for module in model.modules() if isinstance(module, bn._LpBatchNorm)]
     # Where a ReLU follows (one was just put back), a norm's own changes nothing: relu(relu(x)) = relu(x).
@@ -126,6 +129,8 @@ def to_torch(
     new: dict[nn.Module, nn.Module] = {}
     for name, module in model.named_modules():
         plain = _plain(module, module in unfused)
+        if getattr(module, "pool", None) is not None and not pools:
+            plain = "it has taken over a max pool, whose place is not in this model"
         if plain is None:
             continue
         if isinstance(plain, str):

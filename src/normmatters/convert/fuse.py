@@ -1,9 +1,10 @@
-"""Find norm→ReLU and norm→add→ReLU in a model, block by block, and merge them into the norm.
+"""Find norm→ReLU, norm→add→ReLU and norm→ReLU→max pool in a model, block by block, and merge them into the norm.
 
 A block is the smallest module whose own forward calls both the norm and the ReLU. Each block is looked at alone, so a
 model with control flow that cannot be traced still gets its blocks fused, and its class and its forward stay.
 A ReLU *module* whose every call follows a norm is replaced by a :class:`FusedReLU`, and no forward changes. Only a ReLU
-function, a ReLU module with other uses, or a residual add needs the block's forward rewritten.
+function, a ReLU module with other uses, or a residual add needs the block's forward rewritten. A max pool is merged
+where it is a module of the block's own that nothing else calls: a :class:`FusedMaxPool2d` takes its place.
 """
 
 from __future__ import annotations
@@ -17,8 +18,17 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.nn import functional as F
+from torch.nn.modules.utils import _pair
 
-from normmatters.convert.fused import FusedBlock, FusedReLU, Program, fused_class, has_hooks, norm_add_relu
+from normmatters.convert.fused import (
+    FusedBlock,
+    FusedMaxPool2d,
+    FusedReLU,
+    Program,
+    fused_class,
+    has_hooks,
+    norm_add_relu,
+)
 from normmatters.convert.trace import Trace, Untraceable, trace_block
 
 _RELUS = {F.relu, F.relu_, torch.relu, torch.relu_, "relu", "relu_"}
@@ -31,16 +41,18 @@ _NO_RELU = "no ReLU behind it was found"
 class FusionPlan:
     """What to merge: found without changing the model, then applied at once.
 
-    ``fused`` maps a norm to ``"relu"`` or ``"add + relu"``, ``notes`` a norm that stays alone to the reason.
+    ``fused`` maps a norm to ``"relu"``, ``"add + relu"`` or ``"relu + max pool"``, ``notes`` a norm that stays alone to
+    the reason.
     """
 
     fused: dict[nn.Module, str] = field(default_factory=dict)
     notes: dict[nn.Module, str] = field(default_factory=dict)
     slots: list[tuple[nn.Module, str]] = field(default_factory=list)  # ReLUs to replace: owner and name
+    pools: dict[nn.Module, tuple[nn.Module, str]] = field(default_factory=dict)  # max pools, by norm: owner and name
     classes: dict[nn.Module, type[nn.Module]] = field(default_factory=dict)  # blocks with a new forward
 
     def apply(self) -> None:
-        """Put the plan into effect on the model; giving each fused norm its ``act`` is the caller's part."""
+        """Put the plan into effect on the model; giving each fused norm ``act`` and ``pool`` is the caller's part."""
         placeholders: dict[nn.Module, FusedReLU] = {}
         for owner, name in self.slots:
             relu = owner._modules[name]
@@ -48,12 +60,18 @@ class FusionPlan:
             if relu not in placeholders:
                 placeholders[relu] = FusedReLU(relu.inplace).train(relu.training)
             owner._modules[name] = placeholders[relu]
+        for owner, name in self.pools.values():
+            pool = owner._modules[name]
+            assert isinstance(pool, nn.MaxPool2d)
+            owner._modules[name] = FusedMaxPool2d(pool)
         for block, cls in self.classes.items():
             object.__setattr__(block, "__class__", cls)
 
 
-def plan_fusion(model: nn.Module, norms: Collection[nn.Module]) -> FusionPlan:
-    """Find what the given norms of ``model`` can take over."""
+def plan_fusion(
+    model: nn.Module, norms: Collection[nn.Module], pooling: Collection[nn.Module] = frozenset()
+) -> FusionPlan:
+    """Find what the given norms of ``model`` can take over; those of ``pooling`` also a max pool."""
     plan = FusionPlan()
     paths = Counter(module for _, module in model.named_modules(remove_duplicate=False))
     candidates = {norm for norm in norms if not has_hooks(norm)}
@@ -63,9 +81,10 @@ def plan_fusion(model: nn.Module, norms: Collection[nn.Module]) -> FusionPlan:
         reachable = Counter(module for _, module in block.named_modules(remove_duplicate=False))
         own = {norm for norm in candidates if reachable[norm] == 1 and paths[norm] == paths[block]}
         if is_sequential(block):
-            _plan_sequential(block, own, plan)
+            _plan_sequential(block, own, own.intersection(pooling), plan)
         else:
-            _plan_traced(block, own, plan)
+            _plan_traced(block, own, own.intersection(pooling), paths, plan)
+    plan.fused.update(dict.fromkeys(plan.pools, "relu + max pool"))
     for norm in set(norms) - plan.fused.keys():
         plan.notes.setdefault(norm, "it is used at several places" if paths[norm] > 1 else _NO_RELU)
     return plan
@@ -109,15 +128,26 @@ def _is_relu(module: nn.Module) -> bool:
     return type(module) is nn.ReLU and not has_hooks(module)
 
 
-def _plan_sequential(block: nn.Module, own: set[nn.Module], plan: FusionPlan) -> None:
+def _is_pool(module: nn.Module | None) -> bool:
+    """Whether it is the one max pool that a norm can take over: 3×3 windows, stride 2, padding 1."""
+    if type(module) is not nn.MaxPool2d or has_hooks(module) or module.return_indices or module.ceil_mode:
+        return False
+    return [_pair(n) for n in (module.kernel_size, module.stride, module.padding, module.dilation)] == [
+        (3, 3), (2, 2), (1, 1), (1, 1)
+    ]  # fmt: skip
+
+
+def _plan_sequential(block: nn.Module, own: set[nn.Module], pooling: set[nn.Module], plan: FusionPlan) -> None:
     chain = [slot for slot in slots_of(block, True) if not is_sequential(slot[2])]
     for position, (_, _, norm) in enumerate(chain):
         if norm not in own or norm in plan.fused or norm in plan.notes:
             continue
-        behind = next((slot for slot in chain[position + 1 :] if not _is_identity(slot[2])), None)
-        if behind is not None and _is_relu(behind[2]):
+        behind = [slot for slot in chain[position + 1 :] if not _is_identity(slot[2])]
+        if behind and _is_relu(behind[0][2]):
             plan.fused[norm] = "relu"
-            plan.slots.append(behind[:2])
+            plan.slots.append(behind[0][:2])
+            if norm in pooling and len(behind) > 1 and _is_pool(behind[1][2]):
+                plan.pools[norm] = behind[1][:2]
 
 
 @dataclass(frozen=True)
@@ -135,7 +165,9 @@ class _Match:
         return "relu" if self.add is None else "add + relu"
 
 
-def _plan_traced(block: nn.Module, own: set[nn.Module], plan: FusionPlan) -> None:
+def _plan_traced(
+    block: nn.Module, own: set[nn.Module], pooling: set[nn.Module], paths: Counter[nn.Module], plan: FusionPlan
+) -> None:
     direct = {module for _, _, module in slots_of(block, False)}
     tails = {tail: inner for _, _, s in slots_of(block, False) if is_sequential(s) for tail, inner in _tail(s, own)}
     mine = own & (direct | tails.keys())
@@ -161,6 +193,7 @@ def _plan_traced(block: nn.Module, own: set[nn.Module], plan: FusionPlan) -> Non
             plan.notes[norm] = f"{type(block).__name__} defines its own copying, so its forward stays"
         return
     plan.fused.update({norm: pair[0].kind for norm, pair in matches.items()})
+    _plan_pools(block, Counter(called), {norm: matches[norm] for norm in pooling & matches.keys()}, paths, plan)
     if slots is not None:
         plan.slots += slots
         return
@@ -170,8 +203,8 @@ def _plan_traced(block: nn.Module, own: set[nn.Module], plan: FusionPlan) -> Non
     for mode, trace in enumerate(traces):
         for pair in matches.values():
             _rewrite(trace.graph, pair[mode])
-    paths = [str(train.norm.target) for train, _ in matches.values()]
-    program = Program.of(traces[0].graph, traces[1].graph, traces[0].guards | traces[1].guards, paths)
+    fused = [str(train.norm.target) for train, _ in matches.values()]
+    program = Program.of(traces[0].graph, traces[1].graph, traces[0].guards | traces[1].guards, fused)
     base: Any = type(block)
     plan.classes[block] = fused_class(base, program)
 
@@ -256,6 +289,37 @@ def _match(block: nn.Module, graph: fx.Graph, norm: nn.Module) -> _Match | str:
             what = type(module).__name__ if module is not None else getattr(function, "__name__", function)
             return f"{what} with hooks follows it" if type(module) is nn.ReLU else f"{what} follows it, not a ReLU"
         last = user
+
+
+def _plan_pools(
+    block: nn.Module,
+    times: Counter[nn.Module],
+    matches: dict[nn.Module, tuple[_Match, _Match]],
+    paths: Counter[nn.Module],
+    plan: FusionPlan,
+) -> None:
+    for norm, pair in matches.items():
+        pool, other = (_pool_behind(block, match) for match in pair)
+        if pool is None or pool is not other:
+            continue
+        places = [(owner, name) for owner, name, module in slots_of(block, False) if module is pool]
+        # Called once in either mode, and by nobody else: another way to it would miss the pool.
+        if len(places) == 1 and times[pool] == 2 and paths[pool] == paths[block]:
+            plan.pools[norm] = places[0]
+
+
+def _pool_behind(block: nn.Module, match: _Match) -> nn.Module | None:
+    """The max pool that alone gets the ReLU's output."""
+    node = match.relu
+    while match.add is None and len(node.users) == 1:
+        (user,) = node.users
+        if user.op != "call_module" or user.args != (node,) or user.kwargs:
+            return None
+        module = _module(block, user)
+        if not _is_identity(module):
+            return module if _is_pool(module) else None
+        node = user
+    return None
 
 
 def _relu_slots(

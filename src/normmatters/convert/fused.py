@@ -1,4 +1,4 @@
-"""What fusion leaves in a model: placeholders for ReLUs that a norm took over, and blocks with a rewritten forward.
+"""What fusion leaves in a model: placeholders for what a norm took over, and blocks with a rewritten forward.
 
 A rewritten block stays an instance of its class. Its class becomes a subclass with another ``forward`` (as
 ``torch.nn.utils.parametrize`` does), not a ``torch.fx.GraphModule``: so ``isinstance``, attributes, methods, hooks and
@@ -27,6 +27,26 @@ class FusedReLU(nn.Identity):
     def __init__(self, inplace: bool = False) -> None:
         super().__init__()
         self.inplace = inplace
+
+
+class FusedMaxPool2d(nn.Identity):
+    """Stands where an ``nn.MaxPool2d`` was before the norm in front of it took it over; does nothing.
+
+    The pool's settings are kept for the way back.
+    """
+
+    _SETTINGS = ("kernel_size", "stride", "padding", "dilation", "return_indices", "ceil_mode")
+
+    def __init__(self, pool: nn.MaxPool2d) -> None:
+        super().__init__()
+        for name in self._SETTINGS:
+            setattr(self, name, getattr(pool, name))
+        self.train(pool.training)
+
+    def unfused(self) -> nn.MaxPool2d:
+        """The pool that it stands for."""
+        pool = nn.MaxPool2d(**{name: getattr(self, name) for name in self._SETTINGS})
+        return pool.train(self.training)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 class Change:
     """One module of the model: what it was, what it is now, and why if that is not all one could wish for.
 
-    ``after`` is None for a module that was left as it was; ``fused`` is ``""``, ``"relu"`` or ``"add + relu"``.
+    ``after`` is None for a module that was left as it was; ``fused`` is ``""``, ``"relu"``, ``"add + relu"`` or
+    ``"relu + max pool"``.
 
     >>> Change("layer1.0.bn1", "BatchNorm2d", "L1BatchNorm2d", fused="relu").after
     'L1BatchNorm2d'
@@ -48,7 +49,7 @@ class ConversionReport:
 
     @property
     def fused(self) -> list[Change]:
-        """The modules that took over a ReLU, or an add and a ReLU."""
+        """The modules that took over a ReLU, alone or with the add before or the max pool behind it."""
         return [change for change in self.changes if change.fused]
 
     @property

@@ -64,7 +64,8 @@ def convert(
     keys stay. A model or block keeps its class, or becomes a subclass of it where its forward had to be rewritten:
     ``isinstance``, attributes, copying, pickling and ``torch.compile`` go on working. What cannot be fused safely is
     converted without, and the report says why. A fused norm returns the ReLU's output: to look at what a norm itself
-    gives, convert with ``fuse=False``, or put a hook on it before.
+    gives, convert with ``fuse=False``, or put a hook on it before. In the stem of a ResNet an L1 norm takes over the
+    max pool too (3×3, stride 2, padding 1), and returns the pool's output.
 
     Exactly ``nn.BatchNorm1d/2d/3d`` are replaced, ``nn.SyncBatchNorm`` by :class:`~normmatters.nn.SyncLpBatchNorm`, and
     timm's ``BatchNormAct2d`` with its activation; on request ``nn.LayerNorm`` and the layer norms of timm and
@@ -76,7 +77,7 @@ def convert(
         k: how many deviations Top(k) averages; only for ``"topk"``.
         constant, memory: as in :class:`~normmatters.nn.LpBatchNorm2d`.
         layer_norm: None to leave layer norms alone, or what to replace it by, as ``norm``.
-        fuse: merge norm→ReLU and norm→add→ReLU.
+        fuse: merge norm→ReLU, norm→add→ReLU and norm→ReLU→max pool.
         inplace: change ``model`` itself, so that memory is not doubled; False converts a deep copy.
         report: an empty :class:`ConversionReport` to fill. It is also logged, at level INFO.
 
@@ -114,7 +115,8 @@ def convert(
         for old, norm in new.items()
         if isinstance(norm, bn._LpBatchNorm) and not isinstance(norm, LpBatchNormAct2d) and norm.act is None
     ]
-    plan = plan_fusion(model, bare) if fuse else FusionPlan()
+    pooling = [old for old in bare if isinstance(new[old], bn.LpBatchNorm2d) and new[old].p == 1]
+    plan = plan_fusion(model, bare, pooling) if fuse else FusionPlan()
 
     report = ConversionReport() if report is None else report
     for name, module in model.named_modules():
@@ -130,6 +132,8 @@ def convert(
     link_sequentials(model)
     for old in plan.fused:
         new[old].act = "relu"  # type: ignore[assignment]
+    for old in plan.pools:
+        new[old].pool = "max"  # type: ignore[assignment]
     model = replace_modules(model, new)
     _log.log(logging.INFO if new else logging.WARNING, "%s", report if new else "no norm to convert was found")
     return model
@@ -228,7 +232,7 @@ def carry_over(old: nn.Module, new: nn.Module) -> None:
 
     Norms here hold what ``torch.nn``'s hold and the few attributes that say which norm it is, so that is all.
     """
-    ours = {"p", "k", "constant", "act", "memory"}
+    ours = {"p", "k", "constant", "act", "memory", "pool"}
     vars(new).update({name: value for name, value in vars(old).items() if name not in ours | {"_modules"}})
 
 

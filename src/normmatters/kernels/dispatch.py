@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from normmatters import functional, precision
 from normmatters.functional import hand_derived
@@ -106,6 +107,14 @@ def _why_not_batch_norm_kernel(input: Tensor, kind: str, k: int | None) -> str:
         groups = kernels.groups_of(view_of(input), input.element_size(), k or 1)
         if groups > kernels.MAX_GROUPS:
             return f"{groups} groups a channel are more than the {kernels.MAX_GROUPS} that the selection kernel holds"
+    return ""
+
+
+def _why_not_pooled_kernel(input: Tensor, kind: str, act: str | None) -> str:
+    if kind != "l1" or act != "relu":
+        return "the pool is a part of L1 batch norm with a ReLU only"
+    if input.dim() != 4 or not input.is_contiguous(memory_format=torch.channels_last):
+        return "the pool is a part of the kernels for channels_last inputs only"
     return ""
 
 
@@ -266,6 +275,62 @@ def linked_batch_norm(
         residual=residual,
     )
     return output, None
+
+
+def pooled_batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    *,
+    p: float | str = 1,
+    k: int | None = None,
+    constant: str | float = "exact",
+    act: str | None = None,
+    memory: str = "exact",
+) -> Tensor:
+    """:func:`batch_norm`, then a max pool over 3×3 windows with stride 2 and padding 1; in one where kernels can.
+
+    input: (N, C, H, W); output: (N, C, ⌈H/2⌉, ⌈W/2⌉); the other tensors: (C,).
+
+    Example::
+
+        >>> x = torch.arange(8.0).view(2, 1, 2, 2)
+        >>> pooled_batch_norm(x, None, None, None, None, True, 0.1, 0.0, act="relu").flatten()
+        tensor([0.0000, 1.3963])
+    """
+    tensors = (running_mean, running_var, weight, bias)
+    backend = batch_norm_backend(input, training=training, p=p, k=k, memory=memory)
+    if backend.name == "triton":
+        kind = _kind(p, k)
+        reason = _why_not_pooled_kernel(input, kind, act)
+        if not reason:
+            from normmatters.kernels import pooled_ops
+
+            check_batch_norm(input, *tensors, training, eps, kind=kind, k=k, act=act, residual=None)
+            _check_devices(input, *tensors)
+            C = _constant(p, int(input.numel() // input.shape[1]), k, constant)
+            return pooled_ops.pooled_batch_norm(input, *tensors, momentum, eps, constant=C, lean=memory == "lean")
+        _say("max pool behind a batch norm", Backend("plain", reason), input)
+    options = {"p": p, "k": k, "constant": constant, "act": act, "memory": memory}
+    return max_pool(batch_norm(input, *tensors, training, momentum, eps, **options))  # type: ignore[arg-type]
+
+
+def max_pool(input: Tensor) -> Tensor:
+    """The pool of :func:`pooled_batch_norm` alone.
+
+    input: (N, C, H, W).
+
+    Example::
+
+        >>> max_pool(torch.arange(9.0).view(1, 1, 3, 3)).flatten()
+        tensor([4., 5., 7., 8.])
+    """
+    return F.max_pool2d(input, 3, 2, 1)
 
 
 def layer_norm(

@@ -33,6 +33,10 @@ class _LpBatchNorm(_NormBase):
     _default_p: float | str = 1
     _default_k: int | None = None
 
+    #: None, or ``"max"``: a max pool over 3×3 windows with stride 2 and padding 1 follows ``act``, in one pass where a
+    #: kernel can. Set by :func:`normmatters.convert`, which leaves a placeholder where the pool was.
+    pool: str | None = None
+
     def __init__(
         self,
         num_features: int,
@@ -121,7 +125,12 @@ class _LpBatchNorm(_NormBase):
     ) -> Tensor:
         """The normalization itself; :class:`~normmatters.nn.sync.SyncLpBatchNorm` takes it over several processes."""
         statistics = (running_mean, running_var, self.weight, self.bias, training, momentum, self.eps)
-        return dispatch.batch_norm(input, *statistics, residual=residual, **self._options())
+        if self.pool is not None and residual is None:
+            return dispatch.pooled_batch_norm(input, *statistics, **self._options())
+        return self._pooled(dispatch.batch_norm(input, *statistics, residual=residual, **self._options()))
+
+    def _pooled(self, output: Tensor) -> Tensor:
+        return output if self.pool is None else dispatch.max_pool(output)
 
     def _linked_batch_norm(
         self,
@@ -134,6 +143,8 @@ class _LpBatchNorm(_NormBase):
         link: Tensor | None,
         linked: bool,
     ) -> tuple[Tensor, Tensor | None]:
+        if self.pool is not None:  # a link belongs to what is not pooled
+            return self._batch_norm(input, running_mean, running_var, training, momentum, residual), None
         statistics = (running_mean, running_var, self.weight, self.bias, training, momentum, self.eps)
         options = self._options()
         return dispatch.linked_batch_norm(input, *statistics, residual=residual, link=link, linked=linked, **options)
@@ -164,6 +175,7 @@ class _LpBatchNorm(_NormBase):
             "constant": (self.constant, "exact"),
             "act": (self.act, None),
             "memory": (self.memory, "exact"),
+            "pool": (self.pool, None),
         }
         changed = [f"{name}={value!r}" for name, (value, default) in ours.items() if value != default]
         return ", ".join([super().extra_repr(), *changed])

@@ -122,7 +122,7 @@ class SyncLpBatchNorm(_LpBatchNorm):
         squared = None if kind == "mean" else s.square()
         n = count.clamp(min=2)
         update_running_statistics(running_mean, running_var, mean, squared, n, momentum_or_none, kind=kind)
-        return output
+        return self._pooled(output)
 
     def _linked_batch_norm(self, *arguments: Any) -> tuple[Tensor, None]:
         *usual, _, _ = arguments
@@ -181,7 +181,7 @@ def _synchronized(module: _LpBatchNorm, process_group: Any) -> SyncLpBatchNorm:
         act=module.act,
         device="meta",  # what it allocates is replaced by the module's own tensors
     )
-    result.memory = module.memory
+    result.memory, result.pool = module.memory, module.pool
     for name, parameter in module._parameters.items():
         result.register_parameter(name, parameter)
     for name, buffer in module._buffers.items():

@@ -79,10 +79,15 @@ def saved_shapes(view: View, itemsize: int, kind: str, *, relu: bool, residual: 
     if kind != "l1":
         return saved
     tiling = apply_tiling_of(view, itemsize)
-    # The least integer that holds what one program can count.
-    most = -(-tiling.tiles // tiling.splits) * tiling.block_r * ROWS_PER_CODE * tiling.group
-    dtype = torch.uint8 if most <= 255 else torch.int16 if most <= 32767 else torch.int32
-    return saved._replace(counts=(tiling.splits, tiling.entries(view)), count_dtype=dtype)
+    return saved._replace(
+        counts=(tiling.splits, tiling.entries(view)), count_dtype=count_dtype(tiling, ROWS_PER_CODE * tiling.group)
+    )
+
+
+def count_dtype(tiling: Tiling, elements: int) -> torch.dtype:
+    """The least integer that holds what one program can count, with so many elements in each place of a tile."""
+    most = -(-tiling.tiles // tiling.splits) * tiling.block_r * elements
+    return torch.uint8 if most <= 255 else torch.int16 if most <= 32767 else torch.int32
 
 
 def groups_of(view: View, itemsize: int, k: int) -> int:
@@ -110,8 +115,19 @@ _launch = functools.partial(Launch, overlaps=True)
 Affine = tuple[torch.dtype | None, torch.dtype | None]
 
 
-def _affine(weight: Tensor | None, bias: Tensor | None) -> Affine:
+def affine_of(weight: Tensor | None, bias: Tensor | None) -> Affine:
+    """The dtypes of weight and bias."""
     return None if weight is None else weight.dtype, None if bias is None else bias.dtype
+
+
+def has_of(affine: Affine) -> dict[str, bool]:
+    """Which of weight and bias there are, as the kernels ask for it."""
+    return {"HAS_WEIGHT": affine[0] is not None, "HAS_BIAS": affine[1] is not None}
+
+
+def rounding_of(dtype: torch.dtype) -> dict[str, float]:
+    """What storing an output of this dtype loses, as the kernels ask for it."""
+    return {"ROUNDING": _ROUNDING[dtype], "TINY": _TINY[dtype]}
 
 
 class StatisticsPlan(NamedTuple):
@@ -319,8 +335,7 @@ def _normalize_plan(
             "SPLITS": tiling.splits,
             "CONTIGUOUS": view.spatial > 1,
             "EVEN": _even(view, tiling),
-            "HAS_WEIGHT": affine[0] is not None,
-            "HAS_BIAS": affine[1] is not None,
+            **has_of(affine),
             "HAS_RESIDUAL": residual,
             "RELU": relu,
             "CODE_BITS": bits,
@@ -370,7 +385,7 @@ def normalize(
     has_residual, finalizes = residual is not None, finalize is not None
     running = None if finalize is None else finalize.running
     plan = _normalize_plan(
-        view_of(x), x.dtype, _affine(weight, bias), has_residual, kind, relu, lean, save, early, finalizes, running
+        view_of(x), x.dtype, affine_of(weight, bias), has_residual, kind, relu, lean, save, early, finalizes, running
     )
     z = torch.empty_like(x)
     saved = plan.saved
@@ -493,6 +508,28 @@ class GradientPlan(NamedTuple):
     scratch: int
 
 
+def coefficients_launch(
+    view: View, dtype: torch.dtype, affine: Affine, tiling: Tiling, kind: str, k: int, source: int
+) -> Launch:
+    """The launch that makes dγ, dβ and dx's coefficients from the partial sums of one ``tiling``."""
+    block_c, block_e, programs = _channel_blocks(view)
+    return _launch(
+        apply.gradient_kernel,
+        (programs, 1),
+        (view.channels, tiling.entries(view), tiling.splits, view.spatial // tiling.group, view.n),
+        {
+            "KIND": KINDS[kind],
+            "SOURCE": source,
+            "K": 1 if kind == "range" else max(kept(kind, k), 1),
+            **has_of(affine),
+            **rounding_of(dtype),
+            "BLOCK_E": block_e,
+            "BLOCK_C": block_c,
+        },
+        num_warps=8,
+    )
+
+
 @functools.cache
 def _gradient_plan(
     view: View,
@@ -514,8 +551,7 @@ def _gradient_plan(
     bits = code_bits(kind, relu=relu, residual=residual, lean=lean)
     terms = kept(kind, k)
     solves = is_small(view, dtype.itemsize) and not terms
-    has = {"HAS_WEIGHT": affine[0] is not None, "HAS_BIAS": affine[1] is not None}
-    rounding = {"ROUNDING": _ROUNDING[dtype], "TINY": _TINY[dtype]}
+    has, rounding = has_of(affine), rounding_of(dtype)
     blocks = {"BLOCK_R": tiling.block_r, "BLOCK_C": tiling.block_c}
     grid = (-(-view.cols // tiling.block_c), tiling.splits)
     sizes = (view.rows, view.cols, view.spatial, view.channels)
@@ -539,26 +575,7 @@ def _gradient_plan(
         # Three tensors on their way need more room.
         maxnreg=None if linked and source == 0 else MAX_REGISTERS,
     )
-    block_c, block_e, programs = _channel_blocks(view)
-    finish = (
-        None
-        if solves
-        else _launch(
-            apply.gradient_kernel,
-            (programs, 1),
-            (view.channels, entries, tiling.splits, view.spatial // tiling.group, view.n),
-            {
-                "KIND": number,
-                "SOURCE": source,
-                "K": 1 if kind == "range" else max(terms, 1),
-                **has,
-                **rounding,
-                "BLOCK_E": block_e,
-                "BLOCK_C": block_c,
-            },
-            num_warps=8,
-        )
-    )
+    finish = None if solves else coefficients_launch(view, dtype, affine, tiling, kind, k, source)
     # What the sums kernel wrote of a linked gradient is behind the ReLU already.
     masks = relu and not linked
     input_gradient = _launch(
@@ -616,7 +633,7 @@ def gradient(
     """dx, dγ, dβ and the residual's gradient (None where it is g itself or not wanted). ``link`` is added to g."""
     view = view_of(g)
     linked = link is not None
-    plan = _gradient_plan(view, g.dtype, _affine(weight, bias), kind, k, relu, residual, lean, need_dresidual, linked)
+    plan = _gradient_plan(view, g.dtype, affine_of(weight, bias), kind, k, relu, residual, lean, need_dresidual, linked)
     w = statistics if weight is None else weight
     b = statistics if bias is None else bias
     scratch, dweight, dbias = _empty(g, plan.scratch), _empty(g, view.channels), _empty(g, view.channels)

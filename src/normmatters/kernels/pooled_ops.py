@@ -1,0 +1,165 @@
+"""Batch norm, ReLU and max pool as operators, ``torch.ops.normmatters.pooled_batch_norm_*``, and as one eager node.
+
+As in :mod:`normmatters.kernels.ops`: the statistics are its ``batch_norm_statistics``, and the operator behind them is
+functional, with the gradient of the whole.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from normmatters.kernels import ops  # noqa: F401 (registers the statistics)
+from normmatters.kernels.library import LIBRARY, needs_operators, on_device, register
+from normmatters.kernels.triton import batch_norm as whole
+from normmatters.kernels.triton import pooled_batch_norm as kernels
+
+LIBRARY.define(
+    "pooled_batch_norm_apply(Tensor x, Tensor? weight, Tensor? bias, Tensor statistics, float constant, bool lean, "
+    "bool save) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+LIBRARY.define(
+    "pooled_batch_norm_backward(Tensor g, Tensor saved, Tensor code, Tensor count, Tensor statistics, Tensor? weight, "
+    "Tensor? bias, float constant, bool lean, int height, int width) -> (Tensor, Tensor, Tensor)"
+)
+
+
+def _channels_last(x: Tensor) -> Tensor:
+    return x.contiguous(memory_format=torch.channels_last)
+
+
+def _apply(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    statistics: Tensor,
+    constant: float,
+    lean: bool,
+    save: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The pooled output, and what the backward pass needs (empty unless ``save``): winners, codes, counts."""
+    return kernels.normalize(_channels_last(x), weight, bias, statistics, lean=lean, save=save)
+
+
+def _fake_apply(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *_, lean, save = arguments
+    shape = kernels.shape_of(x)
+    saved = kernels.saved_shapes(shape, x.element_size(), lean=lean, save=save)
+    return (
+        torch.empty(shape.pooled, dtype=x.dtype, device=x.device, memory_format=torch.channels_last),
+        x.new_empty(saved.winner),
+        x.new_empty(saved.code, dtype=torch.uint8),
+        x.new_empty(saved.counts, dtype=saved.count_dtype),
+    )
+
+
+def _backward(
+    g: Tensor,
+    saved: Tensor,
+    code: Tensor,
+    count: Tensor,
+    statistics: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    constant: float,
+    lean: bool,
+    height: int,
+    width: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    g = _channels_last(g)
+    return kernels.gradient(
+        g, saved, code, count, statistics, weight, bias, constant, (height, width), lean=lean
+    )  # fmt: skip
+
+
+def _fake_backward(g: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *_, height, width = arguments
+    shape = (*g.shape[:2], height, width)
+    dx = torch.empty(shape, dtype=g.dtype, device=g.device, memory_format=torch.channels_last)
+    dweight = g.new_empty(g.shape[1], dtype=torch.float32)
+    return dx, dweight, torch.empty_like(dweight)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, weight, bias, statistics, constant, lean, _ = inputs
+    z, winner, code, count = output
+    ctx.save_for_backward(z if lean else winner, code, count, statistics, weight, bias)
+    ctx.arguments = (constant, lean, int(x.shape[2]), int(x.shape[3]))
+
+
+def _input_gradients(ctx: Any, g: Tensor, backward: Any) -> tuple[Tensor | None, ...]:
+    """Gradients of x, γ and β by ``backward``: the kernels, or the operator for them."""
+    *saved, weight, bias = ctx.saved_tensors
+    dx, dweight, dbias = backward(g, *saved, weight, bias, *ctx.arguments)
+    return (
+        dx,
+        None if weight is None else dweight.to(weight.dtype),
+        None if bias is None else dbias.to(bias.dtype),
+    )
+
+
+def _register() -> None:
+    register("pooled_batch_norm_apply", _apply, _fake_apply)
+    register("pooled_batch_norm_backward", _backward, _fake_backward)
+
+    def backward(ctx: Any, g: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        return *_input_gradients(ctx, g, torch.ops.normmatters.pooled_batch_norm_backward), *[None] * 4
+
+    torch.library.register_autograd("normmatters::pooled_batch_norm_apply", backward, setup_context=_save, lib=LIBRARY)
+
+
+_register()
+
+
+class _PooledBatchNorm(torch.autograd.Function):
+    """The eager node: statistics and normalization forward, one gradient backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        running: tuple[Any, ...],
+        options: tuple[Any, ...],
+    ) -> Tensor:
+        statistics, _ = whole.statistics(x, *running)
+        output = _apply(x, weight, bias, statistics, *options)
+        *_, save = options
+        if save:
+            _save(ctx, (x, weight, bias, statistics, *options), output)
+        return output[0]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return *_input_gradients(ctx, g, _backward), None, None
+
+
+def pooled_batch_norm(
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    momentum: float,
+    eps: float,
+    *,
+    constant: float,
+    lean: bool,
+) -> Tensor:
+    """A training step's L1 batch norm, ReLU and pool of a channels-last ``x``; the dispatcher has checked them."""
+    weight, bias = (None if t is None else t.contiguous() for t in (weight, bias))
+    save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
+    running = (running_mean, running_var, momentum, eps, "l1", 0, constant)
+    options = (constant, lean, save)
+    if not needs_operators():
+        with on_device(x.device):
+            out: Tensor = _PooledBatchNorm.apply(x, weight, bias, running, options)
+        return out
+    with torch.no_grad():
+        statistics, _ = torch.ops.normmatters.batch_norm_statistics(x.detach(), *running)
+    z: Tensor = torch.ops.normmatters.pooled_batch_norm_apply(x, weight, bias, statistics, *options)[0]
+    return z

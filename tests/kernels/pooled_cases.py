@@ -1,0 +1,80 @@
+"""Batch norm, ReLU and max pool by the kernels and by PyTorch's pool behind the plain equation in float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from batch_norm_cases import EPS, MOMENTUM, Result, compare
+from torch import Tensor
+from torch.nn import functional as F
+
+from normmatters.functional import lp_batch_norm
+from normmatters.kernels import dispatch
+
+
+def pooled(x: Tensor, weight, bias, g: Tensor, memory: str, constant: str | float = "exact") -> Result:
+    """By the kernels, through the dispatcher."""
+    x, weight, bias = (None if t is None else t.detach().requires_grad_() for t in (x, weight, bias))
+    running_mean, running_var = (torch.full(x.shape[1:2], v, device=x.device) for v in (0.5, 2.0))
+    y = dispatch.pooled_batch_norm(
+        x, running_mean, running_var, weight, bias, True, MOMENTUM, EPS, constant=constant, act="relu", memory=memory
+    )
+    assert type(y.grad_fn).__name__ == "_PooledBatchNormBackward"  # not the pool on its own
+    y.backward(g)
+    return Result(
+        y.detach(), running_mean, running_var, x.grad, *(t if t is None else t.grad for t in (weight, bias)), None
+    )
+
+
+def expected(x: Tensor, weight, bias, constant: str | float = "exact") -> tuple[Tensor, Tensor, Tensor]:
+    """In float64: the whole output, the pooled one, and where in an image each of its elements comes from.
+
+    Behind the ReLU all that is closed is equal, and which of it wins decides about nothing.
+    """
+    y = lp_batch_norm(
+        *(None if t is None else t.double() for t in (x, None, None, weight, bias)), True, MOMENTUM, EPS,
+        constant=constant, act="relu",
+    )  # fmt: skip
+    z, at = F.max_pool2d(y, 3, 2, 1, return_indices=True)
+    return y, z, at
+
+
+def spread(g: Tensor, at: Tensor, like: Tensor) -> Tensor:
+    """The gradient of what was pooled: each window's gradient where its element came from."""
+    whole = torch.zeros_like(like).flatten(2)
+    whole.scatter_add_(2, at.flatten(2), g.to(like).flatten(2))
+    return whole.view_as(like)
+
+
+def check(x: Tensor, *, weight=None, bias=None, memory: str, constant: str | float = "exact", pilot=None) -> Result:
+    """Everything that a training step computes."""
+    y, z, _ = expected(x, weight, bias, constant)
+    g = off_the_fence(torch.randn(z.shape, device=x.device).to(x.dtype), z, y.amax((0, 2, 3), keepdim=True))
+    ours = pooled(x, weight, bias, g, memory, constant)
+    assert ours.y.dtype == ours.dx.dtype == x.dtype
+    for tensor, shape in ((ours.y, z.shape), (ours.dx, x.shape)):
+        assert tensor.shape == shape
+        assert tensor.is_contiguous(memory_format=torch.channels_last)
+    compare_pooled(ours, x, weight=weight, bias=bias, memory=memory, g=g, constant=constant, pilot=pilot)
+    return ours
+
+
+def off_the_fence(g: Tensor, z: Tensor, size: Tensor) -> Tensor:
+    """``g``, but 0 where the output is so near 0 that its rounding decides whether the ReLU lets ``g`` through."""
+    return torch.where((z < 2e-3 * size) & (z != 0), 0, g)
+
+
+def compare_pooled(ours: Result, x: Tensor, *, weight, bias, memory: str, g: Tensor, constant="exact", pilot=None):
+    """Raise unless ``ours`` is what the equation and PyTorch's pool give.
+
+    The gradient through the pool is that of the whole output at the places that won, so the bounds of the batch norm
+    without a pool hold: its output is the reference's, but for what the kernels say about the elements that won.
+    """
+    y, _, at = expected(x, weight, bias, constant)
+    seen = y.flatten(2).scatter(2, at.flatten(2), ours.y.double().flatten(2))
+    assert torch.equal(seen.gather(2, at.flatten(2)), ours.y.double().flatten(2))  # one winner of several windows
+    compare(
+        replace(ours, y=seen.view_as(y)), x, "l1", weight=weight, bias=bias, residual=None, act="relu", memory=memory,
+        constant=constant, g=spread(g, at, y), pilot=pilot,
+    )  # fmt: skip

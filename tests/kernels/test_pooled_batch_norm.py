@@ -1,0 +1,319 @@
+"""Batch norm, ReLU and max pool in one: the kernels against the equation, the operators, and the ways around them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+pytest.importorskip("triton")
+
+from batch_norm_cases import DEVICE, EPS, affine, made
+from pooled_cases import check, pooled
+
+from normmatters import precision
+from normmatters.functional.statistic import scale_constant
+from normmatters.kernels import dispatch, pooled_ops  # noqa: F401 (registers the operators)
+from normmatters.kernels.triton import pooled_batch_norm as kernels
+from normmatters.kernels.triton.layout import Tiling
+from normmatters.nn.batchnorm import L1BatchNorm2d
+
+MEMORY = ("exact", "lean")
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Tiles of 4 windows and 4 channels, and at most 3 programs over the windows: small tensors meet every edge."""
+    whole = kernels.tiling_of
+
+    def cut(shape: kernels.Shape, itemsize: int) -> Tiling:
+        tiling = whole(shape, itemsize)
+        tiles = -(-shape.windows // 4)
+        return tiling._replace(block_c=min(tiling.block_c, 4), block_r=4, tiles=tiles, splits=min(tiles, 3))
+
+    kernels._plan.cache_clear()
+    monkeypatch.setattr(kernels, "tiling_of", cut)
+    yield
+    kernels._plan.cache_clear()
+
+
+def parameters(channels: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """γ of both signs."""
+    weight, bias = affine("l1", channels, dtype).values()
+    return {"weight": torch.where(torch.arange(channels, device=DEVICE) % 3 == 1, -weight, weight), "bias": bias}
+
+
+# Values and gradients ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("memory", MEMORY)
+@pytest.mark.parametrize("shape", [(2, 6, 7, 6), (3, 4, 6, 9)], ids=str)
+def test_values_and_gradients(shape, memory, small_tiles, poisoned_empty):
+    check(made(shape, "channels_last"), **parameters(shape[1]), memory=memory)
+
+
+@pytest.mark.parametrize("memory", MEMORY)
+@pytest.mark.parametrize(
+    "shape",
+    [(5, 3, 1, 1), (3, 3, 1, 2), (3, 3, 2, 1), (2, 3, 2, 2), (2, 1, 5, 3), (1, 3, 4, 4), (1, 1, 9, 9), (2, 65, 3, 4)],
+    ids=str,
+)
+def test_shapes(shape, memory, poisoned_empty):
+    """Windows that are all border, one channel, one image, and one channel more than a block has."""
+    check(made(shape, "channels_last"), **parameters(shape[1]), memory=memory)
+
+
+@pytest.mark.parametrize("memory", MEMORY)
+@pytest.mark.parametrize(("dtype", "half_weight"), [(torch.float16, True), (torch.bfloat16, False)])
+def test_half_precision(dtype, half_weight, memory, small_tiles, poisoned_empty):
+    x = made((2, 6, 7, 5), "channels_last", dtype)
+    check(x, **parameters(6, dtype if half_weight else torch.float32), memory=memory)
+
+
+@pytest.mark.parametrize("memory", MEMORY)
+@pytest.mark.parametrize("given", ["weight", "bias", "neither"])
+def test_without_weight_or_bias(given, memory):
+    some = {name: t for name, t in parameters(3).items() if name == given}
+    check(made((2, 3, 5, 6), "channels_last"), **some, memory=memory)
+
+
+@pytest.mark.parametrize("constant", ["none", 2.0])
+def test_constants(constant):
+    check(made((2, 3, 5, 6), "channels_last"), **parameters(3), memory="lean", constant=constant)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "memory"),
+    [(torch.float16, "exact"), (torch.bfloat16, "lean"), (torch.bfloat16, "exact"), (torch.float32, "lean")],
+)
+def test_of_equal_elements_the_first_wins(dtype, memory, small_tiles):
+    """Few values, so nearly every window has several largest ones; and where γ = 0, all are equal."""
+    x = torch.randint(-2, 3, (2, 6, 6, 7), device=DEVICE).to(dtype, memory_format=torch.channels_last)
+    weight = torch.tensor([1.0, -1.0, 0.0, 2.0, -0.5, 0.0], device=DEVICE)
+    bias = torch.tensor([0.1, 0.2, 0.3, -0.1, 2.0, -1.0], device=DEVICE)
+    check(x, weight=weight, bias=bias, memory=memory)
+
+
+@pytest.mark.parametrize("memory", MEMORY)
+def test_hard_values(memory, small_tiles):
+    """Constant channels, a mean far above the deviation, an outlier, and γ so small that the output does not show x̂."""
+    x = made((2, 7, 5, 6), "channels_last")
+    x[:, 0] = 3.0
+    x[:, 1] += 1000.0
+    x[1, 2, 3, 4] = 1e5
+    weight = torch.tensor([1.0, 1.0, 1.0, 0.0, -1.5, 1e-7, -1e-7], device=DEVICE)
+    ours = check(x, weight=weight, bias=0.5 + torch.rand(7, device=DEVICE), memory=memory)
+    assert ours.dx.isfinite().all()
+
+
+def test_a_vague_channel_goes_by_the_sign_of_each_winner():
+    """Winners lie above the mean, mostly: so some windows are made to lie below it, and their winners anywhere."""
+    x = made((2, 4, 9, 9), "channels_last").sub_(torch.linspace(-3, 1, 4, device=DEVICE).view(1, -1, 1, 1))
+    x[:, :, 4:] -= 8.0
+    weight, bias = torch.tensor([1e-9, -1e-9, 0.0, 1.0], device=DEVICE), torch.ones(4, device=DEVICE)
+    g = torch.randn(2, 4, 5, 5, device=DEVICE)
+    ours = pooled(x, weight, bias, g, "lean")
+    # γ so small that float64 sees no difference either: the largest (smallest) x is the limit of the largest output.
+    # With γ = 0 there is no difference, and the first element of each window wins.
+    _, at = F.max_pool2d(x * weight.sign().view(1, -1, 1, 1), 3, 2, 1, return_indices=True)
+    deviation = (x - x.mean((0, 2, 3), keepdim=True)).double()
+    winners = deviation.flatten(2).gather(2, at.flatten(2)).view_as(g)
+    below = (winners < 0).float().mean((0, 2, 3))
+    assert ((below > 0.1) & (below < 0.9))[:3].all()
+    D = ((scale_constant(1, 162, None, "exact") * deviation.abs().mean((0, 2, 3))) ** 2 + EPS).sqrt()
+    by_sign = deviation.abs().mean((0, 2, 3)) / D * (g * winners.sign()).sum((0, 2, 3))
+    torch.testing.assert_close(ours.dweight[:3].double(), by_sign[:3], rtol=1e-4, atol=1e-4)
+
+
+def test_nan_is_not_lost():
+    x = made((2, 3, 6, 6), "channels_last")
+    x[1, 1, 2, 2] = torch.nan
+    z = dispatch.pooled_batch_norm(x, None, None, None, None, True, 0.1, EPS, act="relu")
+    assert z[:, 1].isnan().all()
+    assert z[:, [0, 2]].isfinite().all()
+
+
+def test_bfloat16_of_any_size():
+    """Keys are compared by their bits; from 2¹²¹ on these are no numbers of the type that they are compared in."""
+    for power in (-60, 60, 120, 125):
+        x = (made((2, 3, 4, 4), "channels_last") * 2.0**power).bfloat16()
+        z = dispatch.pooled_batch_norm(x, None, None, None, None, True, 0.1, 0.0, act="relu")
+        y = dispatch.batch_norm(x, None, None, None, None, True, 0.1, 0.0, act="relu")
+        assert torch.equal(z.isnan(), F.max_pool2d(y, 3, 2, 1).isnan())
+        assert torch.equal(z.nan_to_num(), F.max_pool2d(y, 3, 2, 1).nan_to_num())
+
+
+def test_runs_are_equal():
+    x, g = made((2, 6, 7, 6), "channels_last"), torch.randn(2, 6, 4, 3, device=DEVICE)
+    weight, bias = parameters(6).values()
+    first, second = (pooled(x, weight, bias, g, "lean") for _ in range(2))
+    for name in ("y", "dx", "dweight", "dbias", "running_mean", "running_var"):
+        assert torch.equal(getattr(first, name), getattr(second, name))
+
+
+# Ways around the kernels ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("x", "options", "reason"),
+    [
+        (made((2, 3, 4, 4)), {}, "for channels_last inputs only"),
+        (made((2, 3, 4, 4), "channels_last"), {"p": 2}, "L1 batch norm with a ReLU only"),
+        (made((2, 3, 4, 4), "channels_last"), {"act": None}, "L1 batch norm with a ReLU only"),
+        (made((2, 3, 4, 4), "channels_last").double(), {}, ""),
+        (made((2, 3, 4, 4), "channels_last")[:, :, :3], {}, "for channels_last inputs only"),
+    ],
+    ids=["contiguous", "l2", "no relu", "float64", "strided"],
+)
+def test_the_unfused_way(x, options, reason, monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(dispatch, "_say", lambda what, backend, input: said.append(f"{what}: {backend.reason}"))
+    options = {"act": "relu", **options}
+    weight, bias = (t.to(x.dtype) if x.dtype == torch.float64 else t for t in parameters(3).values())
+    arguments = (None, None, weight, bias, True, 0.1, EPS)
+    results = []
+    for function in (
+        lambda x: dispatch.pooled_batch_norm(x, *arguments, **options),
+        lambda x: F.max_pool2d(dispatch.batch_norm(x, *arguments, **options), 3, 2, 1),
+    ):
+        leaf = x.detach().requires_grad_()
+        z = function(leaf)
+        z.sum().backward()
+        results.append((z, leaf.grad))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+    assert not reason or any("max pool" in sentence and reason in sentence for sentence in said)
+
+
+def test_evaluation_and_arithmetic_are_unfused():
+    x, (weight, bias) = made((2, 3, 5, 4), "channels_last"), parameters(3).values()
+    running = (torch.rand(3, device=DEVICE), 0.5 + torch.rand(3, device=DEVICE))
+    z = dispatch.pooled_batch_norm(x, *running, weight, bias, False, 0.1, EPS, act="relu")
+    y = F.batch_norm(x, *running, weight, bias, False, 0.1, EPS).relu()
+    torch.testing.assert_close(z, F.max_pool2d(y, 3, 2, 1))
+    with precision.arithmetic("fp32"):
+        z, y = (
+            function(x, None, None, weight, bias, True, 0.1, EPS, act="relu")
+            for function in (dispatch.pooled_batch_norm, dispatch.batch_norm)
+        )
+        assert torch.equal(z, F.max_pool2d(y, 3, 2, 1))
+
+
+def test_wrong_arguments_change_nothing():
+    x, running = made((2, 3, 4, 4), "channels_last"), torch.zeros(3, device=DEVICE)
+    with pytest.raises(ValueError, match="weight"):
+        dispatch.pooled_batch_norm(x, running, None, torch.ones(4, device=DEVICE), None, True, 0.1, EPS, act="relu")
+    assert not running.any()
+
+
+# The module ----------------------------------------------------------------------------------------------------------
+
+
+def pooled_norm(memory: str = "exact") -> L1BatchNorm2d:
+    norm = L1BatchNorm2d(3, act="relu", memory=memory).to(DEVICE)
+    norm.pool = "max"
+    with torch.no_grad():
+        for parameter, value in zip(norm.parameters(), parameters(3).values()):
+            parameter.copy_(value)
+    return norm
+
+
+def step(norm, call, x: Tensor, g: Tensor) -> list[Tensor]:
+    x = x.detach().requires_grad_()
+    norm.zero_grad()
+    z = call(x)
+    z.backward(g)
+    return [z.detach(), x.grad, *(p.grad for p in norm.parameters()), *(b.clone() for b in norm.buffers())]
+
+
+@pytest.mark.parametrize("memory", MEMORY)
+def test_module(memory):
+    norm = pooled_norm(memory)
+    plain = copy.deepcopy(norm)
+    plain.pool = None
+    assert "pool='max'" in repr(norm)
+    assert "pool" not in repr(plain)
+    x, g = made((2, 3, 5, 6), "channels_last"), torch.randn(2, 3, 3, 3, device=DEVICE)
+    ours = step(norm, norm, x, g)
+    for mine, reference in zip(ours, step(plain, lambda x: F.max_pool2d(plain(x), 3, 2, 1), x, g)):
+        torch.testing.assert_close(mine, reference, rtol=1e-4, atol=1e-5)
+    residual = torch.randn_like(x)
+    for training in (True, False):
+        norm.train(training)
+        plain.train(training)
+        z, link = norm.forward_linked(x, residual)
+        assert link is None
+        assert torch.equal(z, F.max_pool2d(plain(x, residual), 3, 2, 1))
+        assert norm.num_batches_tracked == plain.num_batches_tracked
+
+
+@pytest.mark.parametrize("memory", MEMORY)
+def test_compiled_is_eager(memory):
+    torch.compiler.reset()
+    norm = pooled_norm(memory)
+    twin = copy.deepcopy(norm)
+    seen: list[str] = []
+
+    def backend(graph, inputs):
+        seen.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    compiled = torch.compile(twin, fullgraph=True, backend=backend)
+    for _ in range(2):
+        x, g = made((2, 3, 5, 6), "channels_last"), torch.randn(2, 3, 3, 3, device=DEVICE)
+        for mine, reference in zip(step(twin, compiled, x, g), step(norm, norm, x, g)):
+            assert torch.equal(mine, reference)
+            assert mine.stride() == reference.stride()
+    assert any("pooled_batch_norm_apply" in name for name in seen)
+
+
+# The operators -------------------------------------------------------------------------------------------------------
+
+CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
+
+
+def arguments(lean: bool, save: bool = True) -> tuple:
+    x, constant = made((2, 3, 4, 3), "channels_last"), scale_constant(1, 24, None, "exact")
+    statistics, _ = torch.ops.normmatters.batch_norm_statistics(x, None, None, 0.3, EPS, "l1", 0, constant)
+    tensors = [t.requires_grad_() if save else t for t in (x, *parameters(3).values())]
+    return (*tensors, statistics, constant, lean, save)
+
+
+@pytest.mark.parametrize("lean", [False, True])
+def test_opcheck(lean):
+    torch.library.opcheck(torch.ops.normmatters.pooled_batch_norm_apply, arguments(lean), test_utils=CHECKS)
+    _, weight, bias, statistics, constant, _, _ = arguments(lean)
+    with torch.no_grad():
+        z, winner, code, count = torch.ops.normmatters.pooled_batch_norm_apply(*arguments(lean))
+    backward = (
+        torch.randn(2, 3, 2, 2, device=DEVICE), z if lean else winner, code, count, statistics, weight.detach(),
+        bias.detach(), constant, lean, 4, 3,
+    )  # fmt: skip
+    torch.library.opcheck(torch.ops.normmatters.pooled_batch_norm_backward, backward, test_utils=CHECKS)
+
+
+def test_nothing_is_saved_without_a_gradient():
+    given = arguments(True, save=False)
+    torch.library.opcheck(torch.ops.normmatters.pooled_batch_norm_apply, given, test_utils=CHECKS)
+    z, *saved = torch.ops.normmatters.pooled_batch_norm_apply(*given)
+    assert (z.shape, *(t.numel() for t in saved)) == ((2, 3, 2, 2), 0, 0, 0)
+
+
+@pytest.mark.parametrize(("memory", "share"), [("exact", 0.25 + 0.125), ("lean", 0.125)])
+def test_saved_bytes(memory, share):
+    """Of x nothing: a byte a pooled element, the winners too if exact, and a number for each channel and program."""
+    x = made((16, 8, 16, 16), "channels_last", torch.float16).requires_grad_()
+    weight, bias = (t.requires_grad_() for t in parameters(8).values())
+    packed: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
+        z = dispatch.pooled_batch_norm(x, None, None, weight, bias, True, 0.1, EPS, act="relu", memory=memory)
+    known = {t.untyped_storage().data_ptr() for t in (z, weight, bias)}
+    unique = {t.untyped_storage().data_ptr(): t for t in packed}
+    kept = sum(t.untyped_storage().nbytes() for at, t in unique.items() if at not in known)
+    size = x.numel() * 2
+    assert share * size <= kept <= (share + 0.01) * size
+    assert x.untyped_storage().data_ptr() not in unique
