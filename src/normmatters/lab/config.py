@@ -61,8 +61,8 @@ class DataConfig:
 @dataclass(frozen=True)
 class ModelConfig:
     """Which network, with which norm. ``norm``, ``p``, ``constant``, ``k``, ``memory`` say what every batch norm is,
-    ``layer_norm`` what every layer norm is (if it is L1, with ``constant``); ``weight_norm`` re-parametrizes the weights
-    (then batch norm is mean-only), and ``rho`` says at how many times the initial norm a bounded one holds them.
+    ``layer_norm`` what every layer norm is (if it is L1, with ``constant``); ``weight_norm`` re-parametrizes the
+    weights (then batch norm is mean-only); ``rho`` says at how many times the initial norm a bounded one holds them.
     ``width`` multiplies the number of channels; None below means the model's own default.
     """
 
