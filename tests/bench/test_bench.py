@@ -235,7 +235,7 @@ def test_the_rows_that_matter_most_come_first(monkeypatch: pytest.MonkeyPatch) -
     assert events[12:] == [("weights", "compiled", name) for name in ("none", "torch", "bounded")]
 
 
-def test_a_compiled_step_of_ours_is_compared_with_the_eager_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_timed_is_compared_with_the_plain_network(capsys: pytest.CaptureFixture[str]) -> None:
     """A compiled module may have no truth value, as torch's has none in some versions; and a wrong one is found."""
     setup = harness.Setup(torch.device("cpu"), smoke=True)
     model = resnet50.build(setup, torch.nn.BatchNorm2d)
@@ -253,10 +253,10 @@ def test_a_compiled_step_of_ours_is_compared_with_the_eager_one(capsys: pytest.C
 
     step = resnet50.Step(setup, model, torch.bfloat16, compile=False)
     step.model = Compiled(1.0)
-    resnet50.check_compiled(step, model)
+    resnet50.check_same(step, model, model)
     step.model = Compiled(-3.0)
-    with pytest.raises(harness.Wrong, match="the compiled network's"):
-        resnet50.check_compiled(step, model)
+    with pytest.raises(harness.Wrong, match="the timed network's"):
+        resnet50.check_same(step, model, model)
 
 
 def test_the_command_refuses_what_it_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,23 +28,30 @@ STEPS = 20
 
 @dataclass(frozen=True)
 class Variant:
-    """A ResNet-50 by its norm: ``layer`` names the row of ``layers`` whose check its norm must pass."""
+    """A ResNet-50 by its norm: ``layer`` names the row of ``layers`` whose check its norm must pass.
+
+    ``convert(model, fuse)``: with ``fuse`` what is timed, without what it is checked against.
+    """
 
     name: str
-    convert: Callable[[nn.Module], nn.Module]
+    convert: Callable[[nn.Module, bool], nn.Module]
     layer: str | None
     ours: bool = True
     norm: Callable[[int], nn.Module] = nn.BatchNorm2d
     modes: tuple[str, ...] = ("compiled", "eager")
 
 
+def _as_it_is(model: nn.Module, fuse: bool) -> nn.Module:
+    return model
+
+
 VARIANTS = [
-    Variant("native", lambda model: model, "native", ours=False),
-    Variant("l1_lean", lambda model: convert(model, "l1", memory="lean", fuse=True), "l1_lean"),
-    Variant("l1", lambda model: convert(model, "l1", fuse=True), "l1"),
-    Variant("l2", lambda model: convert(model, "l2", fuse=True), "l2"),
-    Variant("naive_l1", lambda model: model, "naive_l1_compiled", False, peers.NaiveL1BatchNorm2d, ("compiled",)),
-    Variant("none", lambda model: model, None, False, lambda channels: nn.Identity()),
+    Variant("native", _as_it_is, "native", ours=False),
+    Variant("l1_lean", lambda model, fuse: convert(model, "l1", memory="lean", fuse=fuse), "l1_lean"),
+    Variant("l1", lambda model, fuse: convert(model, "l1", fuse=fuse), "l1"),
+    Variant("l2", lambda model, fuse: convert(model, "l2", fuse=fuse), "l2"),
+    Variant("naive_l1", _as_it_is, "naive_l1_compiled", False, peers.NaiveL1BatchNorm2d, ("compiled",)),
+    Variant("none", _as_it_is, None, False, lambda channels: nn.Identity()),
 ]
 AXES = {"dtype": ["fp16", "bf16"], "mode": ["compiled", "eager"], "variant": [v.name for v in VARIANTS]}
 
@@ -111,32 +118,38 @@ def _measure(setup: Setup, variant: Variant, axes: dict[str, str]) -> Row:
     dtype = DTYPES[axes["dtype"]]
     checked = variant.layer is not None and setup.share is None
     error = _check_norm(setup, variant.layer, dtype) if checked and variant.layer else None
-    torch.manual_seed(0)
-    model = build(setup, variant.norm)
-    model = variant.convert(model).to(setup.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
-    if variant.name == "none":
-        _quieten(model)
+    model = _model(setup, variant, fuse=True)
     if setup.share is not None:
         step = Step(setup, model, dtype, compile=axes["mode"] == "compiled")
-        step.probe(step.model)
+        step.probe(step.model, model)
         return {}
-    if axes["mode"] == "eager":
-        return {"error": error, **Step(setup, model, dtype, compile=False).measure()}
-    step = Step(setup, model, dtype, compile=True)
+    step = Step(setup, model, dtype, compile=axes["mode"] == "compiled")
     if variant.ours:
-        check_compiled(step, model)
+        check_same(step, model, _model(setup, variant, fuse=False))
+        setup.free()
     return {"error": error, **step.measure()}
 
 
-def check_compiled(step: Step, model: nn.Module) -> None:
-    """The compiled network must give the eager one's loss and first gradient, as far as half precision goes."""
-    loss, gradient = step.probe(step.model)
-    expected, direction = step.probe(model)
+def _model(setup: Setup, variant: Variant, *, fuse: bool) -> nn.Module:
+    torch.manual_seed(0)
+    model = variant.convert(build(setup, variant.norm), fuse)
+    if variant.name == "none":
+        _quieten(model)
+    return model.to(setup.device, memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
+
+
+def check_same(step: Step, model: nn.Module, plain: nn.Module) -> None:
+    """What is timed, ``model`` or it compiled, must give the plain network's loss and first gradient.
+
+    As far as half precision goes; ``plain`` is the network unfused, or not compiled.
+    """
+    loss, gradient = step.probe(step.model, model)
+    expected, direction = step.probe(plain, plain)
     if not abs(loss - expected) <= 0.02 * abs(expected):
-        raise Wrong(f"the compiled network's loss is {loss:.4f}, the eager one's {expected:.4f}")
+        raise Wrong(f"the timed network's loss is {loss:.4f}, the plain one's {expected:.4f}")
     cosine = float(F.cosine_similarity(gradient, direction, dim=0))
     if not cosine > 0.9:  # rounding adds up over 50 layers, so the bound is against mistakes only
-        raise Wrong(f"the compiled network's first gradient has cosine {cosine:.3f} with the eager one's")
+        raise Wrong(f"the timed network's first gradient has cosine {cosine:.3f} with the plain one's")
 
 
 def build(setup: Setup, norm: Callable[[int], nn.Module]) -> nn.Module:
@@ -176,13 +189,14 @@ class Step:
         self.optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
-    def probe(self, model: Callable[[Tensor], Tensor]) -> tuple[float, Tensor]:
-        """Loss and gradient of the first parameter, without a step."""
-        loss = self.forward(model)
+    def probe(self, call: Callable[[Tensor], Tensor], model: nn.Module) -> tuple[float, Tensor]:
+        """Loss and gradient of the first parameter of ``model``, which ``call`` runs; without a step."""
+        loss = self.forward(call)
         loss.backward()
-        parameter = self.optimizer.param_groups[0]["params"][0]
+        parameter = next(model.parameters())
+        assert parameter.grad is not None
         gradient = parameter.grad.double().flatten()
-        self.optimizer.zero_grad(set_to_none=True)
+        model.zero_grad(set_to_none=True)
         return float(loss.detach()), gradient
 
     def measure(self) -> Row:

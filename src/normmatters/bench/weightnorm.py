@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from normmatters.bench import check, peers, timing
 from normmatters.bench.harness import Row, Setup, Skip, attempt
-from normmatters.bench.resnet50 import Step, build, check_compiled
+from normmatters.bench.resnet50 import Step, build, check_same
 from normmatters.functional import bounded_weight
 from normmatters.functional.weight import slice_norm
 from normmatters.nn.batchnorm import MeanOnlyBatchNorm2d
@@ -155,8 +155,8 @@ def _measure_step(setup: Setup, variant: str, compile: bool) -> Row:
     model = _model(setup, variant, compile)
     step = Step(setup, model, DTYPE, compile=compile)
     if setup.share is not None:
-        step.probe(step.model)
+        step.probe(step.model, model)
         return {}
     if compile and variant.startswith("bounded"):
-        check_compiled(step, model)
+        check_same(step, model, model)
     return {"error": None, **step.measure()}
