@@ -17,6 +17,8 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, fx, nn
 
+from normmatters.nn import twin
+
 
 class FusedReLU(nn.Identity):
     """Stands where an ``nn.ReLU`` was before the norm in front of it took it over; does nothing.
@@ -157,11 +159,56 @@ def linked_norm_add_relu(
     return norm.forward_linked(input, residual, link, wanted)  # type: ignore[no-any-return]
 
 
+def norm_norm_add_relu(norm: Any, input: Tensor, shortcut: nn.Module, shortcut_input: Tensor) -> Tensor:
+    """relu(norm(input) + shortcut(shortcut_input)), in one operation where the shortcut ends in a norm that fits.
+
+    ``shortcut`` is a module, of which the norm is known only now: it may have been exchanged, or be watched.
+    """
+    last, value = until_last(shortcut, shortcut_input)
+    if _fit(norm, input, last, value):
+        return twin.twin_batch_norm(norm, input, last, value)[0]
+    return norm_add_relu(norm, input, last(value))
+
+
+def linked_norm_norm_add_relu(
+    norm: Any, input: Tensor, shortcut: nn.Module, shortcut_input: Tensor, wanted: bool
+) -> tuple[Tensor, Tensor | None]:
+    """:func:`norm_norm_add_relu` and, if ``wanted``, the link to its output."""
+    last, value = until_last(shortcut, shortcut_input)
+    if _fit(norm, input, last, value):
+        return twin.twin_batch_norm(norm, input, last, value, linked=wanted)
+    return linked_norm_add_relu(norm, input, last(value), None, wanted)
+
+
+def _fit(norm: Any, input: Tensor, last: Any, value: Tensor) -> bool:
+    return twin.fit(norm, input, last, value) and not any(
+        has_hooks(module) or module._compiled_call_impl is not None for module in (norm, last)
+    )
+
+
+def until_last(module: Any, input: Tensor) -> tuple[Any, Tensor]:
+    """The last module of a (nested) Sequential and what it reads; the module itself where it is none, or watched."""
+    while (
+        type(module) is nn.Sequential
+        and len(module) > 0
+        and "forward" not in vars(module)
+        and not has_hooks(module)
+        and module._compiled_call_impl is None
+    ):
+        *before, last = module
+        for one in before:
+            input = one(input)
+        module = last
+    return module, input
+
+
 def with_links(graph: fx.Graph) -> tuple[fx.Graph | None, bool]:
-    """The graph of a block that ends in :func:`norm_add_relu` with links in and out, and whether it uses the one in."""
+    """The graph of a block that ends in a fused add, with links in and out, and whether it uses the one in."""
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     (result,) = graph.output_node().args
-    if len(inputs) != 1 or not isinstance(result, fx.Node) or result.target is not norm_add_relu:
+    if len(inputs) != 1 or not isinstance(result, fx.Node):
+        return None, False
+    if result.target not in (norm_add_relu, norm_norm_add_relu):
         return None, False
     linked = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -172,7 +219,10 @@ def with_links(graph: fx.Graph) -> tuple[fx.Graph | None, bool]:
     end = copies[result]
     takes_link = end.args[2] is copies[inputs[0]]
     with linked.inserting_before(end):
-        pair = linked.call_function(linked_norm_add_relu, (*end.args, link if takes_link else None, wanted))
+        if end.target is norm_norm_add_relu:
+            pair = linked.call_function(linked_norm_norm_add_relu, (*end.args, wanted))
+        else:
+            pair = linked.call_function(linked_norm_add_relu, (*end.args, link if takes_link else None, wanted))
     end.replace_all_uses_with(pair)
     linked.erase_node(end)
     linked.output(pair)
