@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from normmatters.functional.checks import check_batch_norm
-from normmatters.functional.statistic import scale_constant
 from normmatters.kernels import dispatch
+from normmatters.kernels.dispatch import _check_devices, _constant
 from normmatters.nn.batchnorm import _LpBatchNorm
 
 
@@ -73,7 +73,7 @@ def _run(
     ):
         tensors = (running_mean, running_var, one.weight, one.bias)
         check_batch_norm(x, *tensors, training, one.eps, kind="l1")
-        dispatch._check_devices(x, *tensors)
-        constant = scale_constant(1, x.numel() // x.shape[1], None, one.constant)
+        _check_devices(x, *tensors)
+        constant = _constant(1, int(x.numel() // x.shape[1]), None, one.constant)
         states.append((*tensors, momentum, one.eps, constant))
     return twin_ops.twin_batch_norm(input, states[0], other_input, states[1], memory=norm.memory, linked=linked)
