@@ -162,8 +162,16 @@ def test_what_does_not_fit_goes_the_usual_way(change, calls, block):
     assert calls == []
 
 
-def test_shapes_that_broadcast(calls, block):
-    block.downsample[0] = nn.Conv2d(3, 4, 3).to(DEVICE)  # leaves one pixel
+class First(nn.Conv2d):
+    """Of the first sample only: the strides say nothing about it."""
+
+    def forward(self, x):
+        return super().forward(x[:1])
+
+
+@pytest.mark.parametrize("conv", [lambda: nn.Conv2d(3, 4, 3), lambda: First(3, 4, 1)], ids=["one pixel", "one sample"])
+def test_shapes_that_broadcast(conv, calls, block):
+    block.downsample[0] = conv().to(DEVICE)
     expected = by_two(block)
     assert_same(step(block), expected)
     assert calls == []

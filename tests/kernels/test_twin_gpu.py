@@ -48,6 +48,12 @@ def test_values_and_gradients(memory, layout, dtype, shape, linked, poisoned_emp
     check(*two(shape, layout, dtype), memory, linked=linked)
 
 
+@pytest.mark.parametrize("shape", [(1, 3, 5, 7), (7, 1), (4, 1, 1, 1), (1, 1, 64, 64), (3, 130, 2)], ids=str)
+def test_odd_shapes(shape, poisoned_empty):
+    """A size of 1 is a constant to the compiler, and code for it is code of its own."""
+    check(*two(shape, "contiguous", torch.float32), "lean", linked=True)
+
+
 @pytest.mark.parametrize("memory", ["exact", "lean"])
 @pytest.mark.parametrize("shape", [(256, 64, 56, 56), (64, 512, 7, 7)], ids=str)  # by a pilot, and by whole sums
 def test_runs_of_one_step_are_equal_behind_a_busy_stream(shape, memory):

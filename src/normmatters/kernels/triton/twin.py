@@ -89,7 +89,7 @@ def twin_normalize_kernel(
     inverse2 = tl.load(stats2_ptr + channels + channel, mask=inside, other=0.0)
     slope1 = gamma1 * inverse1
     slope2 = gamma2 * inverse2
-    code2_ptr = code_ptr + tl.cdiv(rows, ROWS).to(tl.int64) * cols
+    code2_ptr = code_ptr + tl.cast(tl.cdiv(rows, ROWS), tl.int64) * cols
     for tile in range(split, tiles, splits):
         row = tile_rows(tile, BLOCK_R)
         offset = row.to(tl.int64) * cols + col[None, None, :]
@@ -171,11 +171,11 @@ def twin_reduce_kernel(
     channel = col
     if CONTIGUOUS:
         channel = col // spatial
-    code2_ptr = code_ptr + tl.cdiv(rows, ROWS).to(tl.int64) * cols
+    code2_ptr = code_ptr + tl.cast(tl.cdiv(rows, ROWS), tl.int64) * cols
     sum_g = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
     sum1 = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
     sum2 = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
-    count = tl.zeros((BLOCK_R, BLOCK_C), tl.int32)  # two in one: a thread counts to 2¹⁶ at most
+    count = tl.zeros((BLOCK_R, BLOCK_C), tl.int32)  # two in one: a thread has less than 2¹⁵ rows, or no memory would do
     CODE_BITS: tl.constexpr = 4 if LEAN else 2
     last = tiles - 1 - split
     g_ahead = load_tile(g_ptr, last, col, rows, cols, BLOCK_R, EVEN, True)
@@ -337,7 +337,7 @@ def twin_input_gradient_kernel(
     channel = col
     if CONTIGUOUS:
         channel = col // spatial
-    code2_ptr = code_ptr + tl.cdiv(rows, ROWS).to(tl.int64) * cols
+    code2_ptr = code_ptr + tl.cast(tl.cdiv(rows, ROWS), tl.int64) * cols
     slope1 = tl.load(coefficient_ptr + channel, mask=inside, other=0.0)[None, None, :]
     tilt1 = tl.load(coefficient_ptr + channels + channel, mask=inside, other=0.0)
     even1 = tl.load(coefficient_ptr + 2 * channels + channel, mask=inside, other=0.0)
