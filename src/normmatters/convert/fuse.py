@@ -26,6 +26,7 @@ from normmatters.convert.fused import (
     has_hooks,
     norm_add_relu,
     norm_norm_add_relu,
+    until_norm,
 )
 from normmatters.convert.trace import Trace, Untraceable, trace_block
 
@@ -175,7 +176,7 @@ def _plan_traced(block: nn.Module, own: set[nn.Module], plan: FusionPlan) -> Non
     if tails:  # go through the Sequentials that a fused norm ends, call the others whole
         traces = _trace(block, {module for norm in matches for module in tails.get(norm, ())})
         matches = _matches(block, traces, set(matches), plan)
-    shortcuts = own | {around[0] for around in tails.values()}
+    shortcuts = [around[0] for around in tails.values()]
     for mode, trace in enumerate(traces):
         for pair in matches.values():
             _rewrite(block, trace.graph, pair[mode], shortcuts)
@@ -288,32 +289,35 @@ def _may_change_class(block: nn.Module) -> bool:
     return all(getattr(type(block), name, None) is getattr(object, name, None) for name in names)
 
 
-def _rewrite(block: nn.Module, graph: fx.Graph, match: _Match, shortcuts: set[nn.Module]) -> None:
+def _rewrite(block: nn.Module, graph: fx.Graph, match: _Match, shortcuts: list[nn.Module]) -> None:
     if match.add is None:
         match.relu.replace_all_uses_with(match.relu.args[0])  # type: ignore[arg-type]
         graph.erase_node(match.relu)
         return
     residual: Any = match.add.args[match.residual]
-    shortcut = _added_at_once(match, residual) and _module(block, residual) in shortcuts
+    function: Any = norm_add_relu
+    if _ends_in_norm(block, residual, shortcuts):
+        function = norm_norm_add_relu
+        with graph.inserting_before(residual):
+            shortcut = graph.create_node("get_attr", str(residual.target))
+            pending = graph.call_function(until_norm, (shortcut, residual.args[0]))
+        residual.replace_all_uses_with(pending)
+        graph.erase_node(residual)
+        residual = pending
     with graph.inserting_before(match.add):
         norm = graph.create_node("get_attr", str(match.norm.target))
-        if shortcut:
-            module = graph.create_node("get_attr", str(residual.target))
-            fused = graph.call_function(norm_norm_add_relu, (norm, match.norm.args[0], module, residual.args[0]))
-        else:
-            fused = graph.call_function(norm_add_relu, (norm, match.norm.args[0], residual))
+        fused = graph.call_function(function, (norm, match.norm.args[0], residual))
     match.relu.replace_all_uses_with(fused)
     # identities come in order, before or behind the add: erase from the ReLU backwards
-    erased = [match.relu, match.add, match.norm, *match.identities, *([residual] if shortcut else [])]
-    for node in sorted(erased, reverse=True):
+    for node in sorted((match.relu, match.add, match.norm, *match.identities), reverse=True):
         graph.erase_node(node)
 
 
-def _added_at_once(match: _Match, residual: fx.Node) -> bool:
-    """Whether the residual is a module's output, added before anything else happens: the fused call may make it."""
-    if residual.op != "call_module" or len(residual.args) != 1 or residual.kwargs or len(residual.users) != 1:
-        return False
-    node = residual.next
-    while node in (match.norm, *match.identities):
-        node = node.next
-    return node is match.add and isinstance(residual.args[0], fx.Node)
+def _ends_in_norm(block: nn.Module, residual: fx.Node, shortcuts: list[nn.Module]) -> bool:
+    """Whether the residual is one of these modules' output and is used for nothing but the add."""
+    return (
+        residual.op == "call_module"
+        and _module(block, residual) in shortcuts
+        and len(residual.users) == len(residual.args) == 1
+        and not residual.kwargs
+    )

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from normmatters.nn import twin
+from normmatters.nn.batchnorm import _LpBatchNorm
 
 
 class FusedReLU(nn.Identity):
@@ -159,47 +160,46 @@ def linked_norm_add_relu(
     return norm.forward_linked(input, residual, link, wanted)  # type: ignore[no-any-return]
 
 
-def norm_norm_add_relu(norm: Any, input: Tensor, shortcut: nn.Module, shortcut_input: Tensor) -> Tensor:
-    """relu(norm(input) + shortcut(shortcut_input)), in one operation where the shortcut ends in a norm that fits.
+#: The norm that ends a shortcut and what it is to read; or None and the shortcut's output.
+Pending = tuple[Any, Tensor]
 
-    ``shortcut`` is a module, of which the norm is known only now: it may have been exchanged, or be watched.
+
+def until_norm(shortcut: nn.Module, input: Tensor) -> Pending:
+    """Run a shortcut up to the norm that ends it, which :func:`norm_norm_add_relu` then makes a part of the add.
+
+    So much is decided at every call, for modules may be exchanged or watched. The norm reads what a convolution has
+    just made: nobody else can write to that before the add.
     """
-    last, value = until_last(shortcut, shortcut_input)
-    if _fit(norm, input, last, value):
-        return twin.twin_batch_norm(norm, input, last, value)[0]
-    return norm_add_relu(norm, input, last(value))
+    modules = _in_a_row(shortcut)
+    fresh = len(modules) > 1 and isinstance(modules[-2], (nn.modules.conv._ConvNd, nn.Linear))
+    if not (fresh and isinstance(modules[-1], _LpBatchNorm)) or has_hooks(modules[-1]):
+        return None, shortcut(input)
+    for module in modules[:-1]:
+        input = module(input)
+    return modules[-1], input
 
 
-def linked_norm_norm_add_relu(
-    norm: Any, input: Tensor, shortcut: nn.Module, shortcut_input: Tensor, wanted: bool
-) -> tuple[Tensor, Tensor | None]:
+def _in_a_row(module: nn.Module) -> list[Any]:
+    """What a (nested) Sequential calls; the module itself where it is none, or is watched."""
+    if type(module) is not nn.Sequential or has_hooks(module) or "forward" in vars(module):
+        return [module]
+    return [module] if module._compiled_call_impl is not None else [m for inner in module for m in _in_a_row(inner)]
+
+
+def norm_norm_add_relu(norm: Any, input: Tensor, pending: Pending) -> Tensor:
+    """relu(norm(input) + shortcut), in one operation where the shortcut's norm fits; ``norm`` has ``act="relu"``."""
+    other, value = pending
+    if other is not None and not has_hooks(norm) and twin.fit(norm, input, other, value):
+        return twin.twin_batch_norm(norm, input, other, value)[0]
+    return norm_add_relu(norm, input, value if other is None else other(value))
+
+
+def linked_norm_norm_add_relu(norm: Any, input: Tensor, pending: Pending, wanted: bool) -> tuple[Tensor, Tensor | None]:
     """:func:`norm_norm_add_relu` and, if ``wanted``, the link to its output."""
-    last, value = until_last(shortcut, shortcut_input)
-    if _fit(norm, input, last, value):
-        return twin.twin_batch_norm(norm, input, last, value, linked=wanted)
-    return linked_norm_add_relu(norm, input, last(value), None, wanted)
-
-
-def _fit(norm: Any, input: Tensor, last: Any, value: Tensor) -> bool:
-    return twin.fit(norm, input, last, value) and not any(
-        has_hooks(module) or module._compiled_call_impl is not None for module in (norm, last)
-    )
-
-
-def until_last(module: Any, input: Tensor) -> tuple[Any, Tensor]:
-    """The last module of a (nested) Sequential and what it reads; the module itself where it is none, or watched."""
-    while (
-        type(module) is nn.Sequential
-        and len(module) > 0
-        and "forward" not in vars(module)
-        and not has_hooks(module)
-        and module._compiled_call_impl is None
-    ):
-        *before, last = module
-        for one in before:
-            input = one(input)
-        module = last
-    return module, input
+    other, value = pending
+    if other is not None and not has_hooks(norm) and twin.fit(norm, input, other, value):
+        return twin.twin_batch_norm(norm, input, other, value, linked=wanted)
+    return linked_norm_add_relu(norm, input, value if other is None else other(value), None, wanted)
 
 
 def with_links(graph: fx.Graph) -> tuple[fx.Graph | None, bool]:

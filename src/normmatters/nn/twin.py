@@ -20,6 +20,7 @@ def fit(norm: Any, input: Tensor, other: Any, other_input: Tensor) -> bool:
             and type(one).forward is _LpBatchNorm.forward  # nothing follows the norm,
             and type(one)._batch_norm is _LpBatchNorm._batch_norm  # and no other process takes part
             and "forward" not in vars(one)
+            and one._compiled_call_impl is None
             and one.training
             and one.p == 1
             for one in (norm, other)
