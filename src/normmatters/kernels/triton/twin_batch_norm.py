@@ -12,7 +12,6 @@ from normmatters.kernels.triton import twin
 from normmatters.kernels.triton.batch_norm import (
     MAX_REGISTERS,
     Affine,
-    _affine,
     _channel_blocks,
     _empty,
     _even,
@@ -60,7 +59,7 @@ class Normed(NamedTuple):
 
     @property
     def affine(self) -> Affine:
-        return _affine(self.weight, self.bias)
+        return None if self.weight is None else self.weight.dtype, None if self.bias is None else self.bias.dtype
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor]:
