@@ -189,7 +189,7 @@ def _in_a_row(module: nn.Module) -> list[Any]:
 def norm_norm_add_relu(norm: Any, input: Tensor, pending: Pending) -> Tensor:
     """relu(norm(input) + shortcut), in one operation where the shortcut's norm fits; ``norm`` has ``act="relu"``."""
     other, value = pending
-    if other is not None and not has_hooks(norm) and twin.fit(norm, input, other, value):
+    if not has_hooks(norm) and twin.fit(norm, input, other, value):
         return twin.twin_batch_norm(norm, input, other, value)[0]
     return norm_add_relu(norm, input, value if other is None else other(value))
 
@@ -197,7 +197,7 @@ def norm_norm_add_relu(norm: Any, input: Tensor, pending: Pending) -> Tensor:
 def linked_norm_norm_add_relu(norm: Any, input: Tensor, pending: Pending, wanted: bool) -> tuple[Tensor, Tensor | None]:
     """:func:`norm_norm_add_relu` and, if ``wanted``, the link to its output."""
     other, value = pending
-    if other is not None and not has_hooks(norm) and twin.fit(norm, input, other, value):
+    if not has_hooks(norm) and twin.fit(norm, input, other, value):
         return twin.twin_batch_norm(norm, input, other, value, linked=wanted)
     return linked_norm_add_relu(norm, input, value if other is None else other(value), None, wanted)
 
