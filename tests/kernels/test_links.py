@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 from normmatters.convert import convert, to_torch
 from normmatters.convert.fused import LinkedSequential
-from normmatters.kernels import ops
+from normmatters.kernels import ops, twin_ops
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -49,15 +49,20 @@ def model() -> nn.Module:
 
 @pytest.fixture
 def links(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """For each backward pass of a norm, whether it got two gradients."""
+    """For each backward pass of a norm, or of two that are added, whether it got two gradients."""
     seen: list[bool] = []
-    gradient = ops.kernels.gradient
 
-    def watched(g, link, *rest, **options):
-        seen.append(link is not None)
-        return gradient(g, link, *rest, **options)
+    def watch(kernels):
+        gradient = kernels.gradient
 
-    monkeypatch.setattr(ops.kernels, "gradient", watched)
+        def watched(g, link, *rest, **options):
+            seen.append(link is not None)
+            return gradient(g, link, *rest, **options)
+
+        monkeypatch.setattr(kernels, "gradient", watched)
+
+    watch(ops.kernels)
+    watch(twin_ops.kernels)
     return seen
 
 
@@ -87,7 +92,7 @@ def test_links_go_from_block_to_block(model, links):
     assert not any(links)
     links.clear()
     assert_same(step(model), expected)
-    assert (len(links), sum(links)) == (9, 3)  # the first block has no use for one: it downsamples
+    assert (len(links), sum(links)) == (8, 3)  # 9 norms, of which the first block adds two; it has no use for a link in
 
 
 def test_compiled(model, links):

@@ -28,6 +28,8 @@ from normmatters.convert.fused import (
     fused_class,
     has_hooks,
     norm_add_relu,
+    norm_norm_add_relu,
+    until_norm,
 )
 from normmatters.convert.trace import Trace, Untraceable, trace_block
 
@@ -200,9 +202,10 @@ def _plan_traced(
     if tails:  # go through the Sequentials that a fused norm ends, call the others whole
         traces = _trace(block, {module for norm in matches for module in tails.get(norm, ())})
         matches = _matches(block, traces, set(matches), plan)
+    shortcuts = [around[0] for around in tails.values()]
     for mode, trace in enumerate(traces):
         for pair in matches.values():
-            _rewrite(trace.graph, pair[mode])
+            _rewrite(block, trace.graph, pair[mode], shortcuts)
     fused = [str(train.norm.target) for train, _ in matches.values()]
     program = Program.of(traces[0].graph, traces[1].graph, traces[0].guards | traces[1].guards, fused)
     base: Any = type(block)
@@ -343,15 +346,35 @@ def _may_change_class(block: nn.Module) -> bool:
     return all(getattr(type(block), name, None) is getattr(object, name, None) for name in names)
 
 
-def _rewrite(graph: fx.Graph, match: _Match) -> None:
+def _rewrite(block: nn.Module, graph: fx.Graph, match: _Match, shortcuts: list[nn.Module]) -> None:
     if match.add is None:
         match.relu.replace_all_uses_with(match.relu.args[0])  # type: ignore[arg-type]
         graph.erase_node(match.relu)
         return
+    residual: Any = match.add.args[match.residual]
+    function: Any = norm_add_relu
+    if _ends_in_norm(block, residual, shortcuts):
+        function = norm_norm_add_relu
+        with graph.inserting_before(residual):
+            shortcut = graph.create_node("get_attr", str(residual.target))
+            pending = graph.call_function(until_norm, (shortcut, residual.args[0]))
+        residual.replace_all_uses_with(pending)
+        graph.erase_node(residual)
+        residual = pending
     with graph.inserting_before(match.add):
         norm = graph.create_node("get_attr", str(match.norm.target))
-        fused = graph.call_function(norm_add_relu, (norm, match.norm.args[0], match.add.args[match.residual]))
+        fused = graph.call_function(function, (norm, match.norm.args[0], residual))
     match.relu.replace_all_uses_with(fused)
     # identities come in order, before or behind the add: erase from the ReLU backwards
     for node in sorted((match.relu, match.add, match.norm, *match.identities), reverse=True):
         graph.erase_node(node)
+
+
+def _ends_in_norm(block: nn.Module, residual: fx.Node, shortcuts: list[nn.Module]) -> bool:
+    """Whether the residual is one of these modules' output and is used for nothing but the add."""
+    return (
+        residual.op == "call_module"
+        and _module(block, residual) in shortcuts
+        and len(residual.users) == len(residual.args) == 1
+        and not residual.kwargs
+    )

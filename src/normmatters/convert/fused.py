@@ -17,6 +17,9 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, fx, nn
 
+from normmatters.nn import twin
+from normmatters.nn.batchnorm import _LpBatchNorm
+
 
 class FusedReLU(nn.Identity):
     """Stands where an ``nn.ReLU`` was before the norm in front of it took it over; does nothing.
@@ -177,11 +180,55 @@ def linked_norm_add_relu(
     return norm.forward_linked(input, residual, link, wanted)  # type: ignore[no-any-return]
 
 
+#: The norm that ends a shortcut and what it is to read; or None and the shortcut's output.
+Pending = tuple[Any, Tensor]
+
+
+def until_norm(shortcut: nn.Module, input: Tensor) -> Pending:
+    """Run a shortcut up to the norm that ends it, which :func:`norm_norm_add_relu` then makes a part of the add.
+
+    So much is decided at every call, for modules may be exchanged or watched. The norm reads what a convolution has
+    just made: nobody else can write to that before the add.
+    """
+    modules = _in_a_row(shortcut)
+    fresh = len(modules) > 1 and isinstance(modules[-2], (nn.modules.conv._ConvNd, nn.Linear))
+    if not (fresh and isinstance(modules[-1], _LpBatchNorm)) or has_hooks(modules[-1]):
+        return None, shortcut(input)
+    for module in modules[:-1]:
+        input = module(input)
+    return modules[-1], input
+
+
+def _in_a_row(module: nn.Module) -> list[Any]:
+    """What a (nested) Sequential calls; the module itself where it is none, or is watched."""
+    if type(module) is not nn.Sequential or has_hooks(module) or "forward" in vars(module):
+        return [module]
+    return [module] if module._compiled_call_impl is not None else [m for inner in module for m in _in_a_row(inner)]
+
+
+def norm_norm_add_relu(norm: Any, input: Tensor, pending: Pending) -> Tensor:
+    """relu(norm(input) + shortcut), in one operation where the shortcut's norm fits; ``norm`` has ``act="relu"``."""
+    other, value = pending
+    if not has_hooks(norm) and twin.fit(norm, input, other, value):
+        return twin.twin_batch_norm(norm, input, other, value)[0]
+    return norm_add_relu(norm, input, value if other is None else other(value))
+
+
+def linked_norm_norm_add_relu(norm: Any, input: Tensor, pending: Pending, wanted: bool) -> tuple[Tensor, Tensor | None]:
+    """:func:`norm_norm_add_relu` and, if ``wanted``, the link to its output."""
+    other, value = pending
+    if not has_hooks(norm) and twin.fit(norm, input, other, value):
+        return twin.twin_batch_norm(norm, input, other, value, linked=wanted)
+    return linked_norm_add_relu(norm, input, value if other is None else other(value), None, wanted)
+
+
 def with_links(graph: fx.Graph) -> tuple[fx.Graph | None, bool]:
-    """The graph of a block that ends in :func:`norm_add_relu` with links in and out, and whether it uses the one in."""
+    """The graph of a block that ends in a fused add, with links in and out, and whether it uses the one in."""
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     (result,) = graph.output_node().args
-    if len(inputs) != 1 or not isinstance(result, fx.Node) or result.target is not norm_add_relu:
+    if len(inputs) != 1 or not isinstance(result, fx.Node):
+        return None, False
+    if result.target not in (norm_add_relu, norm_norm_add_relu):
         return None, False
     linked = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -192,7 +239,10 @@ def with_links(graph: fx.Graph) -> tuple[fx.Graph | None, bool]:
     end = copies[result]
     takes_link = end.args[2] is copies[inputs[0]]
     with linked.inserting_before(end):
-        pair = linked.call_function(linked_norm_add_relu, (*end.args, link if takes_link else None, wanted))
+        if end.target is norm_norm_add_relu:
+            pair = linked.call_function(linked_norm_norm_add_relu, (*end.args, wanted))
+        else:
+            pair = linked.call_function(linked_norm_add_relu, (*end.args, link if takes_link else None, wanted))
     end.replace_all_uses_with(pair)
     linked.erase_node(end)
     linked.output(pair)

@@ -226,8 +226,9 @@ def _per_channel(t: Tensor, like: Tensor) -> Tensor:
 
 def _weighted_sums(w: Tensor, x: Tensor, mean: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
     """Σ w·(x−μ)/D and Σ w of each channel: two sums that torch's batch norm takes in one pass for its backward."""
+    weight = inverse  # enters the input's gradient only, which is not asked for; on a GPU there must be one
     _, moments, sums = torch.ops.aten.native_batch_norm_backward(
-        w, x, None, None, None, mean, inverse, True, 0.0, [False, True, True]
+        w, x, weight, None, None, mean, inverse, True, 0.0, [False, True, True]
     )
     return moments, sums
 

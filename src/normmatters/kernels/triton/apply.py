@@ -164,30 +164,15 @@ def normalize_kernel(
             word = pack(d >= 0, 1)
             if RELU:
                 word += pack(y > 0, 2)
-            if COUNT:
-                pairs = (word & 0x11) + ((word >> 2) & 0x11)
-                above = (pairs + (pairs >> 4)) & 7
         if CODE_BITS == 4:
-            # Near 2²³ floats are whole numbers: adding that rounds, and the code stands in the last four bits. The half
-            # is taken off first, as it cannot be said at that size; then the top bit is [x ≥ μ], exactly.
-            level = (d * (inverse * (1.0 / STEP))[None, None, :] - 0.5) + (8388608.0 + 8.0)
-            level = tl.minimum(tl.maximum(level, 8388608.0 + 1.0), 8388608.0 + 14.0)
-            code = level.to(tl.int32, bitcast=True) & 15
+            code = coarse_code(d, inverse)
             if RELU:
                 code = tl.where(y > 0, code, tl.where(code >= 8, 15, 0))
-            word = tl.sum(code << (tl.arange(0, ROWS) * 4)[None, :, None], axis=1)
-            if COUNT:
-                tops = (word >> 3) & 0x1111
-                above = (tops + (tops >> 4) + (tops >> 8) + (tops >> 12)) & 7
+            word = pack_codes(code)
         if CODE_BITS > 0:
-            packed = tile * BLOCK_R + tl.arange(0, BLOCK_R)
-            fits = (packed * ROWS < rows)[:, None]
-            if not EVEN:
-                fits = fits & inside[None, :]
-            at = packed.to(tl.int64)[:, None] * cols + col[None, :]
-            tl.store(code_ptr + at, word.to(code_ptr.dtype.element_ty), mask=fits)
+            store_words(code_ptr, word, tile, col, rows, cols, BLOCK_R, EVEN)
             if COUNT:
-                count += above
+                count += rows_above(word, CODE_BITS)
     if COUNT:
         entry = pid * (BLOCK_C // GROUP) + tl.arange(0, BLOCK_C // GROUP)
         total = by_group(tl.sum(count, axis=0), GROUP, BLOCK_C)
@@ -202,6 +187,34 @@ def pack(bits, VALUE: tl.constexpr):
 
 
 @triton.jit
+def coarse_code(d, inverse):
+    """The four-bit code of x̂ = d·inverse, 1 … 14.
+
+    Near 2²³ floats are whole numbers: adding that rounds, and the code stands in the last four bits. The half is taken
+    off first, as it cannot be said at that size; then the top bit is [x ≥ μ], exactly.
+    """
+    level = (d * (inverse * (1.0 / STEP))[None, None, :] - 0.5) + (8388608.0 + 8.0)
+    level = tl.minimum(tl.maximum(level, 8388608.0 + 1.0), 8388608.0 + 14.0)
+    return level.to(tl.int32, bitcast=True) & 15
+
+
+@triton.jit
+def pack_codes(code):
+    """Four bits a row: [BLOCK_R, ROWS, BLOCK_C] -> [BLOCK_R, BLOCK_C]."""
+    return tl.sum(code << (tl.arange(0, ROWS) * 4)[None, :, None], axis=1)
+
+
+@triton.jit
+def rows_above(word, CODE_BITS: tl.constexpr):
+    """In how many of a word's rows x ≥ μ: bit 0 of two-bit codes, the top bit of four-bit codes."""
+    if CODE_BITS == 2:
+        pairs = (word & 0x11) + ((word >> 2) & 0x11)
+        return (pairs + (pairs >> 4)) & 7
+    tops = (word >> 3) & 0x1111
+    return (tops + (tops >> 4) + (tops >> 8) + (tops >> 12)) & 7
+
+
+@triton.jit
 def load_words(code_ptr, tile, col, rows, cols, BLOCK_R: tl.constexpr, EVEN: tl.constexpr):
     """The packed codes of a tile, [BLOCK_R, BLOCK_C]."""
     packed = tile * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -209,6 +222,16 @@ def load_words(code_ptr, tile, col, rows, cols, BLOCK_R: tl.constexpr, EVEN: tl.
     if not EVEN:
         mask = mask & (col < cols)[None, :]
     return tl.load(code_ptr + packed.to(tl.int64)[:, None] * cols + col[None, :], mask=mask, other=0)
+
+
+@triton.jit
+def store_words(code_ptr, words, tile, col, rows, cols, BLOCK_R: tl.constexpr, EVEN: tl.constexpr):
+    packed = tile * BLOCK_R + tl.arange(0, BLOCK_R)
+    mask = (packed * ROWS < rows)[:, None]
+    if not EVEN:
+        mask = mask & (col < cols)[None, :]
+    at = packed.to(tl.int64)[:, None] * cols + col[None, :]
+    tl.store(code_ptr + at, words.to(code_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit

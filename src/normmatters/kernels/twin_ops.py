@@ -1,0 +1,183 @@
+"""Two added L1 batch norms as PyTorch operators, ``torch.ops.normmatters.twin_batch_norm_*``, and as one eager node.
+
+As for one norm (:mod:`normmatters.kernels.ops`): the statistics of each input are that module's own operator, what
+follows is functional, and its autograd formula is the gradient of the whole.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from normmatters.kernels.library import LIBRARY, needs_operators, on_device, register
+from normmatters.kernels.ops import _dense, _format, _link
+from normmatters.kernels.triton import batch_norm
+from normmatters.kernels.triton import twin_batch_norm as kernels
+from normmatters.kernels.triton.layout import memory_format, view_of
+from normmatters.kernels.triton.twin_batch_norm import Normed
+
+LIBRARY.define(
+    "twin_batch_norm_apply(Tensor x1, Tensor? weight1, Tensor? bias1, Tensor x2, Tensor? weight2, Tensor? bias2, "
+    "Tensor statistics1, Tensor statistics2, float constant1, float constant2, bool lean, bool save, bool linked) "
+    "-> (Tensor, Tensor, Tensor)"
+)
+LIBRARY.define(
+    "twin_batch_norm_backward(Tensor g, Tensor? link, Tensor x1, Tensor x2, Tensor code, Tensor statistics1, "
+    "Tensor statistics2, Tensor? weight1, Tensor? weight2, float constant1, float constant2, bool lean, "
+    "bool channels_last) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+def _apply(
+    x1: Tensor,
+    weight1: Tensor | None,
+    bias1: Tensor | None,
+    x2: Tensor,
+    weight2: Tensor | None,
+    bias2: Tensor | None,
+    statistics1: Tensor,
+    statistics2: Tensor,
+    constant1: float,
+    constant2: float,
+    lean: bool,
+    save: bool,
+    linked: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The output, the codes that the backward pass needs (empty unless ``save``), and the link if wanted."""
+    x1 = _dense(x1)
+    x2 = x2.contiguous(memory_format=memory_format(x1))
+    first, second = Normed(weight1, bias1, statistics1), Normed(weight2, bias2, statistics2)
+    z, code = kernels.normalize(x1, first, x2, second, lean=lean, save=save)
+    return z, code, _link(z, linked)
+
+
+def _fake_apply(x1: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *_, lean, save, linked = arguments
+    z = torch.empty_like(x1, memory_format=memory_format(x1))
+    shape, dtype = kernels.code_shape(view_of(z), lean=lean, save=save)
+    return z, x1.new_empty(shape, dtype=dtype), _link(z, linked)
+
+
+def _backward(
+    g: Tensor,
+    link: Tensor | None,
+    x1: Tensor,
+    x2: Tensor,
+    code: Tensor,
+    statistics1: Tensor,
+    statistics2: Tensor,
+    weight1: Tensor | None,
+    weight2: Tensor | None,
+    constant1: float,
+    constant2: float,
+    lean: bool,
+    channels_last: bool,
+) -> kernels.Gradients:
+    layout = _format(g, channels_last)
+    g = g.contiguous(memory_format=layout)
+    if link is not None:
+        link = link.contiguous(memory_format=layout)
+    first, second = Normed(weight1, None, statistics1), Normed(weight2, None, statistics2)
+    return kernels.gradient(g, link, x1, x2, code, first, second, constant1, constant2, lean=lean)
+
+
+def _fake_backward(g: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    *_, channels_last = arguments
+    layout, channels = _format(g, channels_last), g.shape[1]
+    one = (torch.empty_like(g, memory_format=layout), *(g.new_empty(channels, dtype=torch.float32) for _ in range(2)))
+    return (*one, *(torch.empty_like(t) for t in one))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """What the backward pass keeps: the inputs (exact), or codes alone (lean)."""
+    x1, weight1, bias1, x2, weight2, bias2, statistics1, statistics2, constant1, constant2, lean, _, linked = inputs
+    layout = memory_format(x1)
+    kept = (None, None) if lean else (_dense(x1), x2.contiguous(memory_format=layout))
+    ctx.save_for_backward(*kept, output[1], statistics1, statistics2, weight1, weight2)
+    ctx.linked = linked
+    ctx.dtypes = [None if t is None else t.dtype for t in (x1, weight1, bias1, x2, weight2, bias2)]
+    ctx.arguments = (constant1, constant2, lean, layout is not torch.contiguous_format)
+
+
+def _input_gradients(ctx: Any, g: Tensor, link: Tensor | None, backward: Any) -> tuple[Tensor | None, ...]:
+    """Gradients of both norms' x, γ and β, by ``backward``: the kernels, or the operator for them."""
+    x1, x2, *others = ctx.saved_tensors
+    found = backward(
+        g, link if ctx.linked else None, g if x1 is None else x1, g if x2 is None else x2, *others, *ctx.arguments
+    )
+    return tuple(None if dtype is None else gradient.to(dtype) for gradient, dtype in zip(found, ctx.dtypes))
+
+
+def _register() -> None:
+    register("twin_batch_norm_apply", _apply, _fake_apply)
+    register("twin_batch_norm_backward", _backward, _fake_backward)
+
+    def backward(ctx: Any, g: Tensor, _code: Any, link: Tensor) -> tuple[Tensor | None, ...]:
+        return *_input_gradients(ctx, g, link, torch.ops.normmatters.twin_batch_norm_backward), *[None] * 7
+
+    torch.library.register_autograd("normmatters::twin_batch_norm_apply", backward, setup_context=_save, lib=LIBRARY)
+
+
+_register()
+
+
+class _TwinBatchNorm(torch.autograd.Function):
+    """The eager node."""
+
+    @staticmethod
+    def forward(  # few arguments: PyTorch looks at each of them, tensor or not
+        ctx: Any,
+        x1: Tensor,
+        weight1: Tensor | None,
+        bias1: Tensor | None,
+        x2: Tensor,
+        weight2: Tensor | None,
+        bias2: Tensor | None,
+        running: tuple[tuple[Any, ...], tuple[Any, ...]],
+        options: tuple[Any, ...],
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        x1 = _dense(x1)
+        x2 = x2.contiguous(memory_format=memory_format(x1))
+        # The shortcut's first: it was written last, and what is still in the cache of it is read from there.
+        statistics2, _ = batch_norm.statistics(x2, *running[1])
+        statistics1, _ = batch_norm.statistics(x1, *running[0])
+        inputs = (x1, weight1, bias1, x2, weight2, bias2, statistics1, statistics2, *options)
+        output = _apply(*inputs)
+        *_, save, linked = options
+        if save:
+            _save(ctx, inputs, output)
+        return (output[0], output[2]) if linked else output[0]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, g: Tensor, link: Tensor | None = None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return *_input_gradients(ctx, g, link, _backward), None, None
+
+
+#: Running mean and variance, weight, bias, momentum, eps and constant of one norm.
+State = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, float, float, float]
+
+
+def twin_batch_norm(
+    x1: Tensor, first: State, x2: Tensor, second: State, *, memory: str, linked: bool
+) -> tuple[Tensor, Tensor | None]:
+    """relu(norm₁(x₁) + norm₂(x₂)) in training, and its link if ``linked``; the dispatcher has checked the arguments."""
+    tensors: list[Tensor | None] = []
+    running = []
+    for x, (running_mean, running_var, weight, bias, momentum, eps, constant) in ((x1, first), (x2, second)):
+        tensors += [x, *(None if t is None else t.contiguous() for t in (weight, bias))]
+        running.append((running_mean, running_var, momentum, eps, "l1", 0, constant))
+    save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    linked = linked and save
+    options = (first[-1], second[-1], memory == "lean", save, linked)
+    if not needs_operators():
+        with on_device(x1.device):
+            out = _TwinBatchNorm.apply(*tensors, tuple(running), options)
+        return out if linked else (out, None)
+    with torch.no_grad():
+        statistics2, _ = torch.ops.normmatters.batch_norm_statistics(x2.detach(), *running[1])
+        statistics1, _ = torch.ops.normmatters.batch_norm_statistics(x1.detach(), *running[0])
+    z, _, link = torch.ops.normmatters.twin_batch_norm_apply(*tensors, statistics1, statistics2, *options)
+    return z, link if linked else None
