@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,14 @@ from optim_nets import INVARIANT, batch, convnet, directions, groups, train
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import MultiStepLR
 
-from normmatters.optim import NormRecorder, Recording, StepSizeCorrection, channel_norms, scale_invariant_parameters
+from normmatters.optim import (
+    NormRecorder,
+    Recording,
+    StepSizeCorrection,
+    channel_norms,
+    correction,
+    scale_invariant_parameters,
+)
 
 STEPS, DROP = 300, 150
 
@@ -172,6 +180,27 @@ def test_momentum_does_not_multiply_old_gradients_by_what_the_weights_have_grown
     turned = {n: channel_norms(p.detach()) for n, p in model.named_parameters() if n in INVARIANT}
     for name, norms in turned.items():
         assert (norms < 3 * recording.norms[name].amax(0)).all()
+
+
+def test_a_channel_that_grows_without_end_is_brought_back(
+    strong: tuple[Recording, list[Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A channel that all but died in the reference and is alive here turns and grows at every step."""
+    norms = {n: v.clone() for n, v in strong[0].norms.items()}
+    norms["0.weight"][:, 0] *= 1e-2
+    recording = dataclasses.replace(strong[0], norms=norms)
+
+    def run() -> tuple[Tensor, Tensor]:
+        model = convnet()
+        sgd = torch.optim.SGD(groups(model, 0.0), lr=0.1, momentum=0.9)
+        train(model, StepSizeCorrection(sgd, recording), range(40))
+        return directions(model), channel_norms(model[0].weight.detach())[0]  # type: ignore[arg-type]
+
+    held, norm = run()
+    monkeypatch.setattr(correction, "_FAR", math.inf)
+    free, endless = run()
+    assert norm < 1e9 < 1e-9 * endless
+    assert torch.equal(held, free)  # a power of two takes nothing away
 
 
 def test_updates_far_below_the_weights_last_digit_are_not_lost() -> None:

@@ -35,6 +35,10 @@ __all__ = ["StepSizeCorrection"]
 
 # |cos(w, ∇L)| of a whole weight above which it is refused as not scale invariant; batch norm's eps stays far below.
 _NOT_INVARIANT = 0.02
+# ‖v‖/‖w‖ above which a channel goes back to w's length: its direction alone matters, and batch norm squares what comes
+# of it. Decay's own share of the ratio stays far below. But a channel that died in the reference, and has hardly a norm
+# there, may be alive in this run: then it turns by more than a right angle a step, and grows as much.
+_FAR = 2.0**16
 
 
 class StepSizeCorrection(OptimizerWrapper):
@@ -139,8 +143,9 @@ class StepSizeCorrection(OptimizerWrapper):
             for weight, grad in plain:
                 weight.grad = grad
             torch.mul(ratio, growth, out=self._factor)
+            torch.mul(ratio, self._factor, out=self._learning_rate)
+            self._factor.mul_(torch.where(ratio > _FAR, ratio.log2().floor_().neg_().exp2_(), 1.0))
             self._scaler.scale_()
-        torch.mul(ratio, self._factor, out=self._learning_rate)
         self._step.add_(1)
         self._taken += 1
         return loss
