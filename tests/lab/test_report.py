@@ -71,6 +71,17 @@ def test_verdicts_from_one_seed(tmp_path: Path, claim: Claim, a: float, b: float
     assert f"{100 * a:.2f} − {100 * b:.2f}" in found.measured
 
 
+def test_one_seeds_bleu_tells_nothing(tmp_path: Path) -> None:
+    claim = Claim("E6", "near", "equal", "supp2/bwn", "supp2/ln", 0.8, "bleu")
+    for cell, bleu in (("supp2/bwn", 20.0), ("supp2/ln", 30.0)):
+        write_run(tmp_path, cell, bleu=bleu)
+    verdict = judge(claim, collect([tmp_path]))
+    assert (verdict.verdict, verdict.measured) == ("open", "20.0 − 30.0 = −10.0 (noise not known)")
+    for cell, bleu in (("supp2/bwn", 20.2), ("supp2/ln", 30.2)):
+        write_run(tmp_path, cell, seed=1, bleu=bleu)
+    assert judge(claim, collect([tmp_path])).verdict == "fails"
+
+
 def test_more_seeds_tell_more(tmp_path: Path) -> None:
     runs = collect([_pair(tmp_path, 0.92, 0.90, seeds=4, spread=0.001)])
     assert judge(EQUAL, runs).verdict == "fails"
@@ -219,6 +230,18 @@ def test_runs_of_your_own_get_a_section(tmp_path: Path) -> None:
     assert "My &lt;try&gt;" in page
     assert "97.00 %" in page
     assert report.verdicts == ()
+
+
+def test_runs_from_before_a_setting_was_there_are_runs_of_the_same_cell(tmp_path: Path) -> None:
+    old, _ = (write_run(tmp_path, "fig1/wd_on", seed=seed) for seed in (0, 1))
+    config = json.loads((old / "config.json").read_text())
+    del config["model"]["rho"]
+    (old / "config.json").write_text(json.dumps(config))
+    assert len(collect([tmp_path]).results["fig1/wd_on"].runs) == 2
+    config["model"]["width"] = 2.0
+    (old / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="different settings"):
+        collect([tmp_path])
 
 
 def test_bad_folders_are_told(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import statistics
@@ -245,7 +246,10 @@ def read_published(path: Path) -> Run:
 
 
 def _identity(run: Run) -> str:
-    config = {k: v for k, v in run.config.items() if k not in ("seed", "label", "runtime")}
+    config = run.config
+    with contextlib.suppress(ValueError, TypeError):  # a setting that is younger than the run has its default there
+        config = _config.to_dict(_config.from_dict(config, str(run.path)))
+    config = {k: v for k, v in config.items() if k not in ("seed", "label", "runtime")}
     return json.dumps(config, sort_keys=True)
 
 

@@ -88,9 +88,10 @@ def judge(claim: Claim, collection: Collection) -> Verdict:
         return Verdict(claim, "open", f"no {METRICS[claim.metric].label} recorded")
     gap, noise = x.mean - y.mean, _noise(x, y)
     digits = METRICS[claim.metric].digits
-    measured = f"{x.mean:.{digits}f} − {y.mean:.{digits}f} = {gap:+.{digits}f} (noise {noise:.{digits}f})".replace(
-        "-", "−"
-    )
+    known = "noise not known" if noise is None else f"noise {noise:.{digits}f}"
+    measured = f"{x.mean:.{digits}f} − {y.mean:.{digits}f} = {gap:+.{digits}f} ({known})".replace("-", "−")
+    if noise is None:
+        return Verdict(claim, "open", measured)
     verdict: Kind
     if claim.rule == "better":
         verdict = "holds" if gap > noise else "fails" if gap < -noise else "open"
@@ -101,8 +102,9 @@ def judge(claim: Claim, collection: Collection) -> Verdict:
     return Verdict(claim, verdict, measured)
 
 
-def _noise(x: Number, y: Number) -> float:
-    return 2 * math.hypot(x.se or 0.0, y.se or 0.0)
+def _noise(x: Number, y: Number) -> float | None:
+    """Two standard errors of the difference; None where one seed's number tells nothing about its own."""
+    return None if x.se is None or y.se is None else 2 * math.hypot(x.se, y.se)
 
 
 def _diverges(claim: Claim, a: Result, b: Result) -> Verdict:
