@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from normmatters.optim._common import is_capturing
-from normmatters.optim._rows import Named, TestedChannels
+from normmatters.optim._rows import Channels, Named, TestedChannels
 from normmatters.optim._wrapper import OptimizerWrapper
 from normmatters.optim.multi_tensor import ChannelMeter, ChannelScaler
 from normmatters.optim.recording import Form, Recording
@@ -46,7 +46,7 @@ class StepSizeCorrection(OptimizerWrapper):
 
     Wraps any torch optimizer: it takes its step on the weights brought to the reference's norms, with the gradients
     that they would have there. Weights and gradients then go back to their own scale. Is an `Optimizer` itself: hand it
-    to LR schedulers, `GradScaler` and hooks in place of the wrapped one.
+    to LR schedulers, `GradScaler` and hooks in place of the wrapped one. Keeps one copy of the corrected weights' size.
 
     Args:
         optimizer: the optimizer, with no weight decay on the corrected weights; one that steps without a closure.
@@ -109,6 +109,10 @@ class StepSizeCorrection(OptimizerWrapper):
         self._learning_rate = channels.new_row()
         self._factor = channels.new_row()
         self._scaler = ChannelScaler(channels, self._factor)
+        # At fixed places, so that one launch scales them all.
+        self._grads = [torch.zeros_like(w) for w in channels.weights]
+        scaled = Channels(dict(zip(channels.names, self._grads)), dict(zip(channels.names, channels.dims)))
+        self._grad_scaler = ChannelScaler(scaled, self._meter.row)
         # Weights that scale_invariant_parameters has not tested are checked by their first gradients.
         self._checked = isinstance(parameters, TestedChannels) or recording.tested
 
@@ -136,7 +140,7 @@ class StepSizeCorrection(OptimizerWrapper):
         growth = self._growth[row].squeeze(0)
         torch.mul(ratio, growth, out=self._factor).reciprocal_()
         self._scaler.scale_()
-        plain = self._scale_gradients(ratio)
+        plain = self._scale_gradients()
         try:
             self.optimizer.step()
         finally:
@@ -150,15 +154,16 @@ class StepSizeCorrection(OptimizerWrapper):
         self._taken += 1
         return loss
 
-    def _scale_gradients(self, ratio: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def _scale_gradients(self) -> list[tuple[Tensor, Tensor]]:
         """Give the optimizer R times the gradients; returns the weights with their own."""
-        ratios = self._channels.broadcast(ratio)
-        plain = [(w, w.grad, r) for w, r in zip(self._channels.weights, ratios) if w.grad is not None]
-        if plain:
-            scaled = torch._foreach_mul([g for _, g, _ in plain], [r.to(g.dtype) for _, g, r in plain])
-            for (weight, _, _), grad in zip(plain, scaled):
+        found = [(w, w.grad, scaled) for w, scaled in zip(self._channels.weights, self._grads) if w.grad is not None]
+        if found:
+            weights, plain, scaled = zip(*found)
+            torch._foreach_copy_(scaled, plain)
+            self._grad_scaler.scale_()
+            for weight, grad in zip(weights, scaled):
                 weight.grad = grad
-        return [(w, g) for w, g, _ in plain]
+        return [(weight, grad) for weight, grad, _ in found]
 
     def _check_invariance(self) -> None:
         """⟨w, ∇L⟩ = 0 (F1), once, where gradients are there before the step; the only host sync."""
