@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from normmatters import _commit
 from normmatters.bench import check, harness, peers, timing
 from normmatters.convert import convert
 from normmatters.convert.report import ConversionReport
@@ -202,8 +203,9 @@ def test_code_without_its_history_may_be_told_its_commit(monkeypatch: pytest.Mon
     def no_repository(*args: object, **kwargs: object) -> None:
         raise OSError("git")
 
-    monkeypatch.setattr(harness.subprocess, "run", no_repository)
-    monkeypatch.delenv("NORMMATTERS_COMMIT", raising=False)
-    assert harness.environment(CPU)["commit"] is None
     monkeypatch.setenv("NORMMATTERS_COMMIT", "abc123")
+    assert harness.environment(CPU)["commit"] == "abc123"  # a checkout that it was copied into says nothing about it
+    monkeypatch.setattr(_commit.subprocess, "run", no_repository)
     assert harness.environment(CPU)["commit"] == "abc123"
+    monkeypatch.delenv("NORMMATTERS_COMMIT")
+    assert harness.environment(CPU)["commit"] is None

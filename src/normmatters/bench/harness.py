@@ -5,9 +5,7 @@ from __future__ import annotations
 import datetime
 import gc
 import json
-import os
 import platform
-import subprocess
 import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,6 +16,7 @@ from typing import Any
 
 import torch
 
+from normmatters._commit import commit
 from normmatters.bench import peers, timing
 
 Row = dict[str, Any]
@@ -169,7 +168,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "cuda": torch.version.cuda if device.type == "cuda" else None,
         "triton": triton_version,
         "python": platform.python_version(),
-        "commit": _commit(),
+        "commit": commit(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
 
@@ -181,23 +180,6 @@ def _cpu_name() -> str:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
-
-
-def _commit() -> str | None:
-    """The commit of the checkout that this code lies in; a ``+`` says that files were changed since.
-
-    Where the code was copied without its history, ``NORMMATTERS_COMMIT`` may name it.
-    """
-
-    def git(*command: str) -> str:
-        return subprocess.run(
-            ["git", "-C", str(Path(__file__).parent), *command], capture_output=True, text=True, check=True, timeout=10
-        ).stdout.strip()
-
-    try:
-        return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
-    except (OSError, subprocess.SubprocessError):
-        return os.environ.get("NORMMATTERS_COMMIT")
 
 
 def write_json(path: Path, name: str, setup: Setup, rows: Sequence[Row], extra: Mapping[str, Any]) -> None:

@@ -162,7 +162,8 @@ def _where(data: Mapping[str, Any]) -> str:
     if data.get("memory_bandwidth"):
         parts.append(f"memory {data['memory_bandwidth'] / 1e12:.2f} TB/s")
     if env.get("commit"):
-        parts.append(f"commit {env['commit']}")
+        whole = str(env["commit"])
+        parts.append(f"commit {whole[:12]}{'+' if whole.endswith('+') else ''}")
     return f"<sub>{', '.join(parts)}, {env['date'][:10]}. Each row was checked against float64 first.</sub>"
 
 

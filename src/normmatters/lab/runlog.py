@@ -15,7 +15,6 @@ import json
 import os
 import platform
 import shutil
-import subprocess
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +23,7 @@ from typing import IO, Any
 import torch
 
 import normmatters
+from normmatters._commit import commit
 from normmatters.lab.config import RunConfig, config_hash, from_dict, to_json
 
 
@@ -195,7 +195,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name(),
         "threads": torch.get_num_threads(),
         "world_size": int(os.environ.get("WORLD_SIZE", "1")),
-        "commit": _commit(),
+        "commit": commit(),
     }
     return about
 
@@ -207,18 +207,6 @@ def _cpu_name() -> str:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
-
-
-def _commit() -> str | None:
-    """Of the code that runs; where it was copied without its history, ``NORMMATTERS_COMMIT`` may name it."""
-    try:
-        here = Path(__file__).resolve().parent
-        found = subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, timeout=5, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return os.environ.get("NORMMATTERS_COMMIT")
-    return found.stdout.strip()
 
 
 def _json(value: dict[str, Any]) -> bytes:
