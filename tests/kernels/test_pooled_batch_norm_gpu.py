@@ -7,11 +7,12 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 pytest.importorskip("triton")
 
 from batch_norm_cases import DEVICE, EPS, Result, affine, made
-from pooled_cases import check, compare_pooled, off_the_fence, pooled
+from pooled_cases import check, compare_pooled, few_values, off_the_fence, pooled
 
 import tolerances
 from normmatters.convert import convert
@@ -23,7 +24,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU"),
 ]
 
-MEMORY = ("exact", "lean")
 SHAPE, POOLED = (16, 24, 15, 14), (16, 24, 8, 7)
 
 
@@ -39,7 +39,6 @@ def parameters(channels: int) -> dict[str, Tensor]:
     return {"weight": torch.where(torch.arange(channels, device=DEVICE) % 3 == 1, -weight, weight), "bias": bias}
 
 
-@pytest.mark.parametrize("memory", MEMORY)
 @pytest.mark.parametrize(
     ("dtype", "shape"),
     [
@@ -50,36 +49,38 @@ def parameters(channels: int) -> dict[str, Tensor]:
     ],
     ids=str,
 )
-def test_real_sizes(dtype, shape, memory, poisoned_empty):
-    check(made(shape, "channels_last", dtype), **parameters(shape[1]), memory=memory)
+def test_real_sizes(dtype, shape, poisoned_empty):
+    check(made(shape, "channels_last", dtype), **parameters(shape[1]))
 
 
-@pytest.mark.parametrize("memory", MEMORY)
 @pytest.mark.parametrize(
     "shape", [(5, 3, 1, 1), (3, 3, 1, 2), (3, 1, 2, 1), (2, 1, 2, 2), (1, 1, 9, 9), (2, 17, 1, 5)], ids=str
 )
-def test_odd_shapes(shape, memory, poisoned_empty):
+def test_odd_shapes(shape, poisoned_empty):
     """A size of 1 is a constant to the compiler, and code for it is code of its own."""
-    check(made(shape, "channels_last"), **parameters(shape[1]), memory=memory)
+    check(made(shape, "channels_last"), **parameters(shape[1]))
 
 
-@pytest.mark.parametrize("memory", MEMORY)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_of_equal_elements_the_first_wins(dtype, memory):
-    x = torch.randint(-2, 3, (8, 24, 15, 14), device=DEVICE).to(dtype, memory_format=torch.channels_last)
+def test_of_equal_elements_the_first_wins(dtype):
     weight = torch.linspace(-2, 2, 24, device=DEVICE).round()
-    check(x, weight=weight, bias=torch.rand(24, device=DEVICE), memory=memory)
+    check(few_values((8, 24, 15, 14), dtype, DEVICE), weight=weight, bias=torch.rand(24, device=DEVICE))
 
 
-@pytest.mark.parametrize("memory", MEMORY)
-def test_hard_values(memory):
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_weights_so_small_that_rounding_the_output_loses_x(dtype):
+    weight = torch.linspace(-0.02, 0.02, 24, device=DEVICE)
+    check(made((16, 24, 29, 28), "channels_last", dtype), weight=weight, bias=torch.ones(24, device=DEVICE))
+
+
+def test_hard_values():
     x = made((24, 8, 14, 15), "channels_last")
     x[:, 0] = 3.0
     x[:, 1] += 1000.0
     x[11, 2, 3, 4] = 1e5
     weight = torch.tensor([1.0, 1.0, 1.0, 0.0, -1.5, 1e-7, -1e-7, 1.0], device=DEVICE)
     bias = 0.5 + torch.rand(8, device=DEVICE)
-    ours = check(x, weight=weight, bias=bias, memory=memory, pilot=tolerances.PILOT_ANY)
+    ours = check(x, weight=weight, bias=bias, pilot=tolerances.PILOT_ANY)
     assert ours.dx.isfinite().all()
 
 
@@ -87,7 +88,7 @@ def test_hard_values(memory):
 def test_tiny_inputs(dtype):
     """Below float16's normal numbers, where an operation that flushes them to 0 would find all equal."""
     x = (made(SHAPE, "channels_last") * 2.0**-20).to(dtype)
-    check(x, weight=torch.ones(24, device=DEVICE), bias=torch.rand(24, device=DEVICE), memory="exact")
+    check(x, weight=torch.ones(24, device=DEVICE), bias=torch.rand(24, device=DEVICE))
 
 
 def test_more_than_two_to_the_31_elements():
@@ -97,31 +98,31 @@ def test_more_than_two_to_the_31_elements():
     weight, bias = parameters(64).values()
     z = dispatch.pooled_batch_norm(x, None, None, weight, bias, True, 0.1, EPS, act="relu")
     g = off_the_fence(g, z, z.amax((0, 2, 3), keepdim=True))
-    ours = pooled(x, weight, bias, g, "lean")
+    ours = pooled(x, weight, bias, g)
     for channel in (0, 37, 63):
         one = slice(channel, channel + 1)
         part = Result(
             ours.y[:, one], ours.running_mean[one], ours.running_var[one], ours.dx[:, one],
             ours.dweight[one], ours.dbias[one], None,
         )  # fmt: skip
-        compare_pooled(part, x[:, one], weight=weight[one], bias=bias[one], memory="lean", g=g[:, one])
+        compare_pooled(part, x[:, one], weight=weight[one], bias=bias[one], g=g[:, one])
 
 
 def test_memory_that_is_not_aligned():
     """First the aligned kernel is compiled and kept; then it must not be used."""
     for _ in range(2):
-        check(made(SHAPE, "channels_last"), **parameters(24), memory="lean")
+        check(made(SHAPE, "channels_last"), **parameters(24))
     flat = torch.randn(16 * 24 * 15 * 14 + 1, device=DEVICE)
     x = flat[1:].view(16, 15, 14, 24).permute(0, 3, 1, 2)
     assert x.data_ptr() % 16
-    check(x, **parameters(24), memory="lean")
+    check(x, **parameters(24))
 
 
 def step(norm: nn.Module, x: Tensor, g: Tensor, call=None) -> list[Tensor]:
     """The output, all gradients and all buffers after one step."""
     x = x.detach().requires_grad_()
     norm.zero_grad()
-    y = (call or norm)(x)
+    y = (norm if call is None else call)(x)
     y.backward(g)
     return [y.detach(), x.grad, *(p.grad for p in norm.parameters()), *(b.clone() for b in norm.buffers())]
 
@@ -132,8 +133,8 @@ def equal(ours: list[Tensor], reference: list[Tensor]) -> None:
         assert torch.equal(mine, theirs), f"tensor {i} differs by {(mine - theirs).abs().max()}"
 
 
-def pooled_norm(memory: str, channels: int = 24) -> L1BatchNorm2d:
-    norm = L1BatchNorm2d(channels, act="relu", memory=memory).to(DEVICE)
+def pooled_norm(channels: int = 24) -> L1BatchNorm2d:
+    norm = L1BatchNorm2d(channels, act="relu").to(DEVICE)
     norm.pool = "max"
     with torch.no_grad():
         for parameter, value in zip(norm.parameters(), parameters(channels).values()):
@@ -141,11 +142,10 @@ def pooled_norm(memory: str, channels: int = 24) -> L1BatchNorm2d:
     return norm
 
 
-@pytest.mark.parametrize("memory", MEMORY)
 @pytest.mark.parametrize(("shape", "out"), [(SHAPE, POOLED), ((64, 64, 112, 112), (64, 64, 56, 56))], ids=str)
-def test_runs_are_equal(shape, out, memory):
+def test_runs_are_equal(shape, out):
     """To the bit, with other work in front: a kernel that reads too early shows here."""
-    norm = pooled_norm(memory, shape[1])
+    norm = pooled_norm(shape[1])
     x, g = made(shape, "channels_last", torch.float16), torch.randn(out, device=DEVICE).half()
     g = g.contiguous(memory_format=torch.channels_last)
     first = step(copy.deepcopy(norm), x, g)
@@ -154,9 +154,8 @@ def test_runs_are_equal(shape, out, memory):
         equal(step(copy.deepcopy(norm), late_x, late_g), first)
 
 
-@pytest.mark.parametrize("memory", MEMORY)
-def test_cuda_graph_replays_the_eager_step(memory):
-    norm = pooled_norm(memory)
+def test_cuda_graph_replays_the_eager_step():
+    norm = pooled_norm()
     eager = copy.deepcopy(norm)
     x, g = made(SHAPE, "channels_last").requires_grad_(), torch.randn(POOLED, device=DEVICE)
     inputs = [x, *norm.parameters()]
@@ -183,10 +182,9 @@ def test_cuda_graph_replays_the_eager_step(memory):
         equal([*outputs, *norm.buffers()], step(eager, fresh_x, fresh_g))
 
 
-@pytest.mark.parametrize("memory", MEMORY)
-def test_compiled_by_inductor(memory):
+def test_compiled_by_inductor():
     torch.compiler.reset()
-    norm = pooled_norm(memory)
+    norm = pooled_norm()
     twin = copy.deepcopy(norm)
 
     def block(norm: nn.Module, x: Tensor) -> Tensor:
@@ -200,37 +198,51 @@ def test_compiled_by_inductor(memory):
             torch.testing.assert_close(mine, reference, rtol=2**-9, atol=2**-9)
 
 
-@pytest.mark.parametrize("memory", MEMORY)
+class InFloat32(nn.Module):
+    """A norm with its ReLU, and the pool on its own, whose input is not rounded."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.max_pool2d(self.norm(x.float()), 3, 2, 1).to(x.dtype)
+
+
+@pytest.mark.parametrize("memory", ["exact", "lean"])
 def test_a_stem_as_with_the_pool_left_alone(memory):
     """Under autocast, behind a convolution, with another one that takes the output."""
     stem = nn.Sequential(nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(3, 2, 1))
     stem.append(nn.Conv2d(64, 8, 1))
     stem = stem.to(DEVICE, memory_format=torch.channels_last)
     fused = convert(copy.deepcopy(stem), "l1", memory=memory)
-    unfused = convert(stem, "l1", memory=memory, fuse=False)
     assert fused[1].pool == "max"
+    # Rounded outputs are equal more often: a pool of those would have other winners, in one window of some hundred.
+    unfused = nn.Sequential(stem[0], InFloat32(convert(stem, "l1", fuse=False)[1:3]), stem[4])
     x = torch.randn(8, 3, 64, 64, device=DEVICE).to(memory_format=torch.channels_last)
     results = []
     for model in (fused, unfused):
         with torch.autocast("cuda", torch.float16):
             out = model(x)
-        out.float().square().mean().backward()
+        (out.float().square().sum() / 64).backward()  # gradients of a size that float16 likes
         results.append([out.float(), *(p.grad for p in model.parameters()), *model.buffers()])
-    for mine, reference in zip(*results):
-        if mine.is_floating_point():  # of what rounding made equal, the unfused pool takes the first
-            scale = reference.abs().max()
-            assert (mine - reference).abs().max() <= 0.02 * scale
+    # Each side has a pilot of its own, as its tiles are others; then some roundings to float16.
+    allowed = 2 * tolerances.pilot(8 * 32 * 32) + tolerances.elementwise(torch.float16)
+    for mine, reference in zip(*results, strict=True):
+        if mine.is_floating_point():
+            assert (mine - reference).abs().max() <= allowed * reference.abs().max()
         else:
             assert torch.equal(mine, reference)
 
 
-def test_the_pool_keeps_no_more_than_a_byte():
-    norm = pooled_norm("lean", 64)
+def test_the_pool_keeps_three_bytes_an_element_of_its_output():
+    """The winner's x and a byte."""
+    norm = pooled_norm(64)
     x = made((32, 64, 112, 112), "channels_last", torch.float16).requires_grad_()
     norm(x)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     z = norm(x)
     kept = torch.cuda.memory_allocated() - before - z.numel() * 2
-    assert z.numel() <= kept <= z.numel() * 1.02 + 2**20
+    assert 3 * z.numel() <= kept <= 3.02 * z.numel() + 2**20
     assert dispatch.batch_norm_backend(x).name == "triton"

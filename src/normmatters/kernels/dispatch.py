@@ -295,7 +295,8 @@ def pooled_batch_norm(
 ) -> Tensor:
     """:func:`batch_norm`, then a max pool over 3×3 windows with stride 2 and padding 1; in one where kernels can.
 
-    input: (N, C, H, W); output: (N, C, ⌈H/2⌉, ⌈W/2⌉); the other tensors: (C,).
+    input: (N, C, H, W); output: (N, C, ⌈H/2⌉, ⌈W/2⌉); the other tensors: (C,). In one, the x that won each window and a
+    byte with it are kept for the backward pass, whatever ``memory`` is, and its gradients are right to rounding.
 
     Example::
 
@@ -314,7 +315,7 @@ def pooled_batch_norm(
             check_batch_norm(input, *tensors, training, eps, kind=kind, k=k, act=act, residual=None)
             _check_devices(input, *tensors)
             C = _constant(p, int(input.numel() // input.shape[1]), k, constant)
-            return pooled_ops.pooled_batch_norm(input, *tensors, momentum, eps, constant=C, lean=memory == "lean")
+            return pooled_ops.pooled_batch_norm(input, *tensors, momentum, eps, constant=C)
         _say("max pool behind a batch norm", Backend("plain", reason), input)
     options = {"p": p, "k": k, "constant": constant, "act": act, "memory": memory}
     return max_pool(batch_norm(input, *tensors, training, momentum, eps, **options))  # type: ignore[arg-type]

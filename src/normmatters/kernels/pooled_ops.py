@@ -17,12 +17,12 @@ from normmatters.kernels.triton import batch_norm as whole
 from normmatters.kernels.triton import pooled_batch_norm as kernels
 
 LIBRARY.define(
-    "pooled_batch_norm_apply(Tensor x, Tensor? weight, Tensor? bias, Tensor statistics, float constant, bool lean, "
-    "bool save) -> (Tensor, Tensor, Tensor, Tensor)"
+    "pooled_batch_norm_apply(Tensor x, Tensor? weight, Tensor? bias, Tensor statistics, float constant, bool save) "
+    "-> (Tensor, Tensor, Tensor, Tensor)"
 )
 LIBRARY.define(
-    "pooled_batch_norm_backward(Tensor g, Tensor saved, Tensor code, Tensor count, Tensor statistics, Tensor? weight, "
-    "Tensor? bias, float constant, bool lean, int height, int width) -> (Tensor, Tensor, Tensor)"
+    "pooled_batch_norm_backward(Tensor g, Tensor winner, Tensor code, Tensor count, Tensor statistics, Tensor? weight, "
+    "float constant, int height, int width) -> (Tensor, Tensor, Tensor)"
 )
 
 
@@ -36,17 +36,16 @@ def _apply(
     bias: Tensor | None,
     statistics: Tensor,
     constant: float,
-    lean: bool,
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The pooled output, and what the backward pass needs (empty unless ``save``): winners, codes, counts."""
-    return kernels.normalize(_channels_last(x), weight, bias, statistics, lean=lean, save=save)
+    return kernels.normalize(_channels_last(x), weight, bias, statistics, save=save)
 
 
 def _fake_apply(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    *_, lean, save = arguments
+    *_, save = arguments
     shape = kernels.shape_of(x)
-    saved = kernels.saved_shapes(shape, x.element_size(), lean=lean, save=save)
+    saved = kernels.saved_shapes(shape, x.element_size(), save=save)
     return (
         torch.empty(shape.pooled, dtype=x.dtype, device=x.device, memory_format=torch.channels_last),
         x.new_empty(saved.winner),
@@ -57,21 +56,16 @@ def _fake_apply(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Ten
 
 def _backward(
     g: Tensor,
-    saved: Tensor,
+    winner: Tensor,
     code: Tensor,
     count: Tensor,
     statistics: Tensor,
     weight: Tensor | None,
-    bias: Tensor | None,
     constant: float,
-    lean: bool,
     height: int,
     width: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    g = _channels_last(g)
-    return kernels.gradient(
-        g, saved, code, count, statistics, weight, bias, constant, (height, width), lean=lean
-    )  # fmt: skip
+    return kernels.gradient(_channels_last(g), winner, code, count, statistics, weight, constant, (height, width))
 
 
 def _fake_backward(g: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -83,20 +77,21 @@ def _fake_backward(g: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, weight, bias, statistics, constant, lean, _ = inputs
-    z, winner, code, count = output
-    ctx.save_for_backward(z if lean else winner, code, count, statistics, weight, bias)
-    ctx.arguments = (constant, lean, int(x.shape[2]), int(x.shape[3]))
+    x, weight, bias, statistics, constant, _ = inputs
+    _, winner, code, count = output
+    ctx.save_for_backward(winner, code, count, statistics, weight)
+    ctx.arguments = (constant, int(x.shape[2]), int(x.shape[3]))
+    ctx.bias_dtype = None if bias is None else bias.dtype
 
 
 def _input_gradients(ctx: Any, g: Tensor, backward: Any) -> tuple[Tensor | None, ...]:
     """Gradients of x, γ and β by ``backward``: the kernels, or the operator for them."""
-    *saved, weight, bias = ctx.saved_tensors
-    dx, dweight, dbias = backward(g, *saved, weight, bias, *ctx.arguments)
+    *saved, weight = ctx.saved_tensors
+    dx, dweight, dbias = backward(g, *saved, weight, *ctx.arguments)
     return (
         dx,
         None if weight is None else dweight.to(weight.dtype),
-        None if bias is None else dbias.to(bias.dtype),
+        None if ctx.bias_dtype is None else dbias.to(ctx.bias_dtype),
     )
 
 
@@ -105,7 +100,7 @@ def _register() -> None:
     register("pooled_batch_norm_backward", _backward, _fake_backward)
 
     def backward(ctx: Any, g: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        return *_input_gradients(ctx, g, torch.ops.normmatters.pooled_batch_norm_backward), *[None] * 4
+        return *_input_gradients(ctx, g, torch.ops.normmatters.pooled_batch_norm_backward), *[None] * 3
 
     torch.library.register_autograd("normmatters::pooled_batch_norm_apply", backward, setup_context=_save, lib=LIBRARY)
 
@@ -148,13 +143,12 @@ def pooled_batch_norm(
     eps: float,
     *,
     constant: float,
-    lean: bool,
 ) -> Tensor:
     """A training step's L1 batch norm, ReLU and pool of a channels-last ``x``; the dispatcher has checked them."""
     weight, bias = (None if t is None else t.contiguous() for t in (weight, bias))
     save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
     running = (running_mean, running_var, momentum, eps, "l1", 0, constant)
-    options = (constant, lean, save)
+    options = (constant, save)
     if not needs_operators():
         with on_device(x.device):
             out: Tensor = _PooledBatchNorm.apply(x, weight, bias, running, options)

@@ -3,9 +3,10 @@
 Forward: z = max over a window of relu((x−μ)/D·γ + β). The affine map is monotone, so the window's largest x (smallest
 where γ < 0) is found first and mapped alone. Of the tensor in full resolution nothing is written.
 
-One byte a pooled element and channel is all that the gradient needs: bits 4 … 7 say which of the nine elements won
-(row by row; CLOSED where z = 0), bits 0 … 3 are [x ≥ μ] of the four that the window *owns*, its lower right ones: each
-element of x is owned by one window.
+The gradient needs the x that won each window, ∞ where z = 0, and one byte: bits 4 … 7 say which of the nine elements
+won (row by row; CLOSED where z = 0), bits 0 … 3 are [x ≥ μ] of the four that the window *owns*, its lower right ones:
+each element of x is owned by one window. z would do for x, but not where γ is small: rounding z loses x̂ there, and a
+winner lies too far out for its sign to stand for it.
 
     0 1 2
     3 4 5        4, 5, 7 and 8 are owned; 8 is also the 6, 2 and 0 of the windows to its right, below, and both
@@ -20,7 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from normmatters.kernels.triton.apply import FROM_INPUT, FROM_OUTPUT, is_vague, load_affine
+from normmatters.kernels.triton.apply import load_affine
 from normmatters.kernels.triton.launch import wait_for_previous
 
 CLOSED: tl.constexpr = tl.constexpr(15)
@@ -84,15 +85,11 @@ def pooled_normalize_kernel(
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SAVE: tl.constexpr,
-    SAVE_WINNER: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """z, and with SAVE the codes and the partial counts [split, channel] of x ≥ μ.
-
-    SAVE_WINNER: also the x that won each window, ∞ where that is closed.
-    """
+    """z, and with SAVE the x that won each window, the codes, and the partial counts [split, channel] of x ≥ μ."""
     wait_for_previous(OVERLAP)
     split = tl.program_id(1)
     splits = tl.num_programs(1)
@@ -143,12 +140,11 @@ def pooled_normalize_kernel(
         y = (x - mean) * slope + beta[None, :]
         z = tl.maximum(y, 0.0, propagate_nan=tl.PropagateNan.ALL).to(z_ptr.dtype.element_ty)
         tl.store(z_ptr + offset, z, mask=mask)
-        if SAVE_WINNER:
+        if SAVE:
             first = pick_first(x0, x1, x3, x4, top & left, top, left)
             x = tl.where(sign == 0.0, first.to(tl.float32), x)
             x = tl.where(z > 0, x, float("inf"))
             tl.store(winner_ptr + offset, x.to(dtype), mask=mask)
-        if SAVE:
             above = tl.where((x4.to(tl.float32) >= mean) & mask, 1, 0)
             above += tl.where((x5.to(tl.float32) >= mean) & right[:, None] & mask, 2, 0)
             above += tl.where((x7.to(tl.float32) >= mean) & bottom[:, None] & mask, 4, 0)
@@ -180,37 +176,27 @@ def load_pooled(ptr, tile, col, windows_in_all, cols, BLOCK_R: tl.constexpr, EVE
 
 
 @triton.jit
-def load_pair(g_ptr, saved_ptr, tile, col, windows_in_all, cols, BLOCK_R: tl.constexpr, EVEN: tl.constexpr):
-    """The same tile of the gradient and of what was saved."""
+def load_pair(g_ptr, winner_ptr, tile, col, windows_in_all, cols, BLOCK_R: tl.constexpr, EVEN: tl.constexpr):
+    """The same tile of the gradient and of the winners."""
     g = load_pooled(g_ptr, tile, col, windows_in_all, cols, BLOCK_R, EVEN)
-    return g, load_pooled(saved_ptr, tile, col, windows_in_all, cols, BLOCK_R, EVEN)
+    return g, load_pooled(winner_ptr, tile, col, windows_in_all, cols, BLOCK_R, EVEN)
 
 
 @triton.jit
 def pooled_reduce_kernel(
     g_ptr,
-    saved_ptr,
-    code_ptr,
-    weight_ptr,
-    bias_ptr,
+    winner_ptr,
     stats_ptr,
     scratch_ptr,
     windows_in_all,
     cols,
-    out_height,
-    out_width,
     tiles,
-    SOURCE: tl.constexpr,
     EVEN: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    ROUNDING: tl.constexpr,
-    TINY: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Partial Σg and Σg·t of open elements; t is the winner's x−μ, or z−β (the sign of x−μ where that is vague).
+    """Partial Σg and Σg·(x−μ) of open windows, x their winners.
 
     They stand in the scratch behind the coefficients, as ``gradient_kernel`` expects them.
     """
@@ -219,45 +205,22 @@ def pooled_reduce_kernel(
     splits = tl.num_programs(1)
     col = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = col < cols
-    gamma, beta = load_affine(weight_ptr, bias_ptr, col, inside, HAS_WEIGHT, HAS_BIAS)
-    center = beta
-    if SOURCE == FROM_INPUT:
-        center = tl.load(stats_ptr + col, mask=inside, other=0.0)
+    mean = tl.load(stats_ptr + col, mask=inside, other=0.0)[None, :]
     first = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
     second = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
     # Last tiles first: ``pooled_input_gradient_kernel`` begins with the first ones, which are then in the cache. Two
     # tiles are on their way while one is summed; there is little to do with each.
     tile = tiles - 1 - split
-    g_ahead, t_ahead = load_pair(g_ptr, saved_ptr, tile, col, windows_in_all, cols, BLOCK_R, EVEN)
-    g_later, t_later = load_pair(g_ptr, saved_ptr, tile - splits, col, windows_in_all, cols, BLOCK_R, EVEN)
+    g_ahead, x_ahead = load_pair(g_ptr, winner_ptr, tile, col, windows_in_all, cols, BLOCK_R, EVEN)
+    g_later, x_later = load_pair(g_ptr, winner_ptr, tile - splits, col, windows_in_all, cols, BLOCK_R, EVEN)
     for it in range(split, tiles, splits):
         tile = tiles - 1 - it
-        g, t = g_ahead.to(tl.float32), t_ahead.to(tl.float32)
-        g_ahead, t_ahead = g_later, t_later
-        g_later, t_later = load_pair(g_ptr, saved_ptr, tile - 2 * splits, col, windows_in_all, cols, BLOCK_R, EVEN)
-        is_open = t > 0
-        if SOURCE == FROM_INPUT:
-            is_open = t < float("inf")
+        g, x = g_ahead.to(tl.float32), x_ahead.to(tl.float32)
+        g_ahead, x_ahead = g_later, x_later
+        g_later, x_later = load_pair(g_ptr, winner_ptr, tile - 2 * splits, col, windows_in_all, cols, BLOCK_R, EVEN)
+        is_open = x < float("inf")
         first += tl.where(is_open, g, 0.0)
-        second += tl.where(is_open, g * (t - center[None, :]), 0.0)
-    if SOURCE == FROM_OUTPUT:
-        vague = is_vague(gamma, beta, ROUNDING, TINY) & inside
-        if tl.max(vague.to(tl.int32), axis=0) > 0:
-            signed = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
-            for tile in range(split, tiles, splits):
-                g = load_pooled(g_ptr, tile, col, windows_in_all, cols, BLOCK_R, EVEN).to(tl.float32)
-                code = load_pooled(code_ptr, tile, col, windows_in_all, cols, BLOCK_R, EVEN).to(tl.int32)
-                winner = code >> 4
-                window, image, i, j = windows(tile, out_height, out_width, BLOCK_R)
-                open_ = (winner < CLOSED) & vague[None, :] & (window < windows_in_all)[:, None]
-                # The winner's pixel, and in the code of its owner the bit that says whether it is above the mean.
-                r = 2 * i[:, None] - 1 + winner // 3
-                c = 2 * j[:, None] - 1 + winner % 3
-                owner = (image[:, None] * out_height + r // 2) * out_width + c // 2
-                owners = tl.load(code_ptr + owner.to(tl.int64) * cols + col[None, :], mask=open_, other=0).to(tl.int32)
-                above = (owners >> (2 * (r % 2) + c % 2)) & 1
-                signed += tl.where(open_, tl.where(above != 0, g, -g), 0.0)
-            second = tl.where(vague[None, :], signed, second)
+        second += tl.where(is_open, g * (x - mean), 0.0)
     out = scratch_ptr + (4 + split) * cols + col
     tl.store(out, tl.sum(first, axis=0), mask=inside)
     tl.store(out + splits * cols, tl.sum(second, axis=0), mask=inside)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from normmatters.kernels.triton import pooled
+from normmatters.kernels.triton import apply, pooled
 from normmatters.kernels.triton.batch_norm import (
     MAX_REGISTERS,
     Affine,
@@ -19,7 +19,6 @@ from normmatters.kernels.triton.batch_norm import (
     coefficients_launch,
     count_dtype,
     has_of,
-    rounding_of,
 )
 from normmatters.kernels.triton.launch import Launch
 from normmatters.kernels.triton.layout import Tiling, View, next_power_of_2
@@ -81,7 +80,7 @@ def tiling_of(shape: Shape, itemsize: int) -> Tiling:
 
 
 class Saved(NamedTuple):
-    """Shapes and dtypes of what the backward pass needs, but for the output."""
+    """Shapes and dtypes of what the backward pass needs."""
 
     winner: tuple[int, ...] = (0,)
     code: tuple[int, ...] = (0,)
@@ -89,14 +88,14 @@ class Saved(NamedTuple):
     count_dtype: torch.dtype = torch.int32
 
 
-def saved_shapes(shape: Shape, itemsize: int, *, lean: bool, save: bool) -> Saved:
-    """What is saved, nothing unless ``save``; the winners' x unless ``lean``, which finds it in the output."""
+def saved_shapes(shape: Shape, itemsize: int, *, save: bool) -> Saved:
+    """What is saved: the x that won each window, a code for it, and how many lie above the mean. Or nothing."""
     if not save:
         return Saved()
     tiling = tiling_of(shape, itemsize)
     batch, channels, height, width = shape.pooled
     stored = (batch, height, width, channels)
-    return Saved((0,) if lean else stored, stored, (tiling.splits, channels), count_dtype(tiling, OWNED))
+    return Saved(stored, stored, (tiling.splits, channels), count_dtype(tiling, OWNED))
 
 
 class Plan(NamedTuple):
@@ -111,13 +110,11 @@ class Plan(NamedTuple):
 
 
 @functools.cache
-def _plan(shape: Shape, dtype: torch.dtype, affine: Affine, lean: bool, save: bool) -> Plan:
+def _plan(shape: Shape, dtype: torch.dtype, affine: Affine, save: bool) -> Plan:
     tiling = tiling_of(shape, dtype.itemsize)
     grid = (-(-shape.channels // tiling.block_c), tiling.splits)
     even = {"EVEN": shape.channels % tiling.block_c == 0}
     blocks = {"BLOCK_R": tiling.block_r, "BLOCK_C": tiling.block_c}
-    source = {"SOURCE": int(lean)}
-    has, rounding = has_of(affine), rounding_of(dtype)
     sizes = (shape.windows, shape.channels)
     pooled_sizes = (shape.out_height, shape.out_width, tiling.tiles)
     launch = functools.partial(_launch, num_warps=tiling.num_warps, maxnreg=MAX_REGISTERS)
@@ -126,15 +123,15 @@ def _plan(shape: Shape, dtype: torch.dtype, affine: Affine, lean: bool, save: bo
             pooled.pooled_normalize_kernel,
             grid,
             (*sizes, shape.height, shape.width, *pooled_sizes),
-            {**even, **has, "SAVE": save, "SAVE_WINNER": save and not lean, **blocks},
+            {**even, **has_of(affine), "SAVE": save, **blocks},
         ),
         launch(
             pooled.pooled_reduce_kernel,
             grid,
-            (*sizes, *pooled_sizes),
-            {**source, **even, **has, **rounding, **blocks},
+            (*sizes, tiling.tiles),
+            {**even, **blocks},
         ),
-        coefficients_launch(shape.view, dtype, affine, tiling, "l1", 0, int(lean)),
+        coefficients_launch(shape.view, dtype, affine, tiling, "l1", 0, apply.FROM_INPUT.value),
         launch(
             pooled.pooled_input_gradient_kernel,
             grid,
@@ -142,19 +139,19 @@ def _plan(shape: Shape, dtype: torch.dtype, affine: Affine, lean: bool, save: bo
             {**even, **blocks},
         ),
         (4 + 2 * tiling.splits) * shape.channels,
-        saved_shapes(shape, dtype.itemsize, lean=lean, save=save),
+        saved_shapes(shape, dtype.itemsize, save=save),
     )
 
 
 def normalize(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, statistics: Tensor, *, lean: bool, save: bool
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, statistics: Tensor, *, save: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The pooled output, the x that won each window, the codes, and how many lie above the mean (see `saved_shapes`).
 
     x: (N, C, H, W), channels last; output: (N, C, ⌈H/2⌉, ⌈W/2⌉), channels last.
     """
     shape = shape_of(x)
-    plan = _plan(shape, x.dtype, affine_of(weight, bias), lean, save)
+    plan = _plan(shape, x.dtype, affine_of(weight, bias), save)
     saved = plan.saved
     z = torch.empty(shape.pooled, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
     winner = torch.empty(saved.winner, dtype=x.dtype, device=x.device)
@@ -168,28 +165,24 @@ def normalize(
 
 def gradient(
     g: Tensor,
-    saved: Tensor,
+    winner: Tensor,
     code: Tensor,
     count: Tensor,
     statistics: Tensor,
     weight: Tensor | None,
-    bias: Tensor | None,
     constant: float,
     size: tuple[int, int],
-    *,
-    lean: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dx of height and width ``size``, dγ and dβ. ``saved`` is the output (lean) or the winners; all channels last."""
+    """dx of height and width ``size``, dγ and dβ; g and dx channels last."""
     batch, channels, *_ = shape_of(g)
     shape = Shape(batch, channels, *size)
-    plan = _plan(shape, g.dtype, affine_of(weight, bias), lean, True)
+    plan = _plan(shape, g.dtype, affine_of(weight, None), True)  # β has no part in the gradient
     w = statistics if weight is None else weight
-    b = statistics if bias is None else bias
     scratch = torch.empty(plan.scratch, dtype=torch.float32, device=g.device)
     dweight = torch.empty(channels, dtype=torch.float32, device=g.device)
     dbias = torch.empty(channels, dtype=torch.float32, device=g.device)
     dx = torch.empty((batch, channels, *size), dtype=g.dtype, device=g.device, memory_format=torch.channels_last)
-    plan.reduce((g, saved, code, w, b, statistics, scratch))
-    plan.finish((scratch, count, w, b, statistics, dweight, dbias), (constant,))
+    plan.reduce((g, winner, statistics, scratch))
+    plan.finish((scratch, count, w, statistics, statistics, dweight, dbias), (constant,))
     plan.input_gradient((g, code, scratch, dx))
     return dx, dweight, dbias
