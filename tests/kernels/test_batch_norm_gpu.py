@@ -164,7 +164,7 @@ def step(norm: nn.Module, x: Tensor, g: Tensor, call=None) -> list[Tensor]:
     """The output, all gradients and all buffers after one step."""
     x = x.detach().requires_grad_()
     norm.zero_grad()
-    y = (call or norm)(x)
+    y = (norm if call is None else call)(x)
     y.backward(g)
     return [y.detach(), x.grad, *(p.grad for p in norm.parameters()), *(b.clone() for b in norm.buffers())]
 

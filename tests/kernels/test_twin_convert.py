@@ -99,7 +99,7 @@ def step(model, call=None):
     torch.manual_seed(1)
     x = torch.randn(4, 3, 3, 3, device=DEVICE).requires_grad_()
     model.zero_grad()
-    y = (call or model)(x)
+    y = (model if call is None else call)(x)
     (y * torch.linspace(-1, 2, y.numel(), device=DEVICE).view_as(y)).sum().backward()
     return [y, x.grad, *(p.grad for p in model.parameters()), *(b.clone() for b in model.buffers())]
 

@@ -89,7 +89,7 @@ class Pair(nn.Module):
 def step(model: nn.Module, inputs: list[Tensor], g: Tensor, call=None) -> list[Tensor]:
     inputs = [t.detach().requires_grad_() for t in inputs]
     model.zero_grad()
-    y = (call or model)(*inputs)
+    y = (model if call is None else call)(*inputs)
     y.backward(g)
     return [y.detach(), *(t.grad for t in (*inputs, *model.parameters())), *(b.clone() for b in model.buffers())]
 
