@@ -127,10 +127,9 @@ def update_running_statistics(
 
 
 def _move(running: Tensor, batch: Tensor, momentum: float | Tensor) -> None:
-    if running.dtype == batch.dtype and not isinstance(momentum, Tensor):
-        running.lerp_(batch, momentum)
-    else:  # in the batch's dtype, so that a half-precision buffer is rounded once
-        running.copy_(running.to(batch.dtype) * (1 - momentum) + batch * momentum)
+    # In the batch's dtype, so that a half-precision buffer is rounded once. Not `lerp_`: an infinite variance, which half
+    # precision may have, must arrive as such, and `lerp_` takes a difference to it.
+    running.copy_(running.to(batch.dtype) * (1 - momentum) + batch * momentum)
 
 
 def _normalize_by_running(
