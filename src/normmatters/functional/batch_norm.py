@@ -127,8 +127,8 @@ def update_running_statistics(
 
 
 def _move(running: Tensor, batch: Tensor, momentum: float | Tensor) -> None:
-    # In the batch's dtype, so that a half-precision buffer is rounded once. Not `lerp_`: an infinite variance, which half
-    # precision may have, must arrive as such, and `lerp_` takes a difference to it.
+    # In the batch's dtype, so that a half-precision buffer is rounded once. Not `lerp_`, which takes a difference: an
+    # infinite variance, which half precision may have, must arrive as such.
     running.copy_(running.to(batch.dtype) * (1 - momentum) + batch * momentum)
 
 
