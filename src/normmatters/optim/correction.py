@@ -35,9 +35,10 @@ __all__ = ["StepSizeCorrection"]
 
 # |cos(w, ∇L)| of a whole weight above which it is refused as not scale invariant; batch norm's eps stays far below.
 _NOT_INVARIANT = 0.02
-# ‖v‖/‖w‖ above which a channel goes back to w's length: its direction alone matters, and batch norm squares what comes
-# of it. Decay's own share of the ratio stays far below. But a channel that died in the reference, and has hardly a norm
-# there, may be alive in this run: then it turns by more than a right angle a step, and grows as much.
+# ‖v‖/‖w‖ that no channel exceeds by much: its direction alone matters, and batch norm squares what comes of it. Decay's
+# own share of the ratio stays far below. But a channel that died in the reference, and has hardly a norm there, may be
+# alive in this run: then it turns by more than a right angle a step, and grows as much. It is held there rather than
+# brought back, as running statistics would take a while to follow.
 _FAR = 2.0**16
 
 
@@ -148,7 +149,7 @@ class StepSizeCorrection(OptimizerWrapper):
                 weight.grad = grad
             torch.mul(ratio, growth, out=self._factor)
             torch.mul(ratio, self._factor, out=self._learning_rate)
-            self._factor.mul_(torch.where(ratio > _FAR, ratio.log2().floor_().neg_().exp2_(), 1.0))
+            self._factor.mul_((ratio / _FAR).log2_().floor_().clamp_(min=0).neg_().exp2_())
             self._scaler.scale_()
         self._step.add_(1)
         self._taken += 1
