@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from batch_norm_cases import EPS, MOMENTUM, Result, compare
+from batch_norm_cases import DEVICE, EPS, MOMENTUM, Result, affine, compare
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -58,6 +58,12 @@ def check(x: Tensor, *, weight=None, bias=None, constant: str | float = "exact",
         assert tensor.is_contiguous(memory_format=torch.channels_last)
     compare_pooled(ours, x, weight=weight, bias=bias, g=g, constant=constant, pilot=pilot)
     return ours
+
+
+def parameters(channels: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """γ of both signs."""
+    weight, bias = affine("l1", channels, dtype).values()
+    return {"weight": torch.where(torch.arange(channels, device=DEVICE) % 3 == 1, -weight, weight), "bias": bias}
 
 
 def few_values(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:

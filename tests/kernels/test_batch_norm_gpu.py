@@ -25,6 +25,7 @@ from batch_norm_cases import (
     made,
     plant_extremes,
 )
+from gpu_steps import check_cuda_graph, equal, step
 
 import tolerances
 from normmatters.kernels import dispatch
@@ -33,6 +34,7 @@ from normmatters.nn.batchnorm import L1BatchNorm2d, RangeBatchNorm2d, TopKBatchN
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU"),
+    pytest.mark.usefixtures("fresh_seed"),
 ]
 
 MEMORY = [*((kind, "exact") for kind in KINDS), ("l1", "lean")]
@@ -43,12 +45,6 @@ NORMS = {
     "topk": lambda: TopKBatchNorm2d(24, k=3, act="relu"),
     "range": lambda: RangeBatchNorm2d(24, act="relu"),
 }
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> None:
-    """Other numbers every time: what fails must fail by its tolerance, not by its seed."""
-    print(f"seed {torch.seed()}")
 
 
 # Values --------------------------------------------------------------------------------------------------------------
@@ -160,21 +156,6 @@ def test_empty_batch():
 # Composition ---------------------------------------------------------------------------------------------------------
 
 
-def step(norm: nn.Module, x: Tensor, g: Tensor, call=None) -> list[Tensor]:
-    """The output, all gradients and all buffers after one step."""
-    x = x.detach().requires_grad_()
-    norm.zero_grad()
-    y = (norm if call is None else call)(x)
-    y.backward(g)
-    return [y.detach(), x.grad, *(p.grad for p in norm.parameters()), *(b.clone() for b in norm.buffers())]
-
-
-def equal(ours: list[Tensor], reference: list[Tensor]) -> None:
-    assert len(ours) == len(reference)
-    for i, (mine, theirs) in enumerate(zip(ours, reference)):
-        assert torch.equal(mine, theirs), f"tensor {i} differs by {(mine - theirs).abs().max()}"
-
-
 @pytest.mark.parametrize("name", NORMS)
 def test_bitwise_equal_in_deterministic_mode(name):
     norm = NORMS[name]().to(DEVICE)
@@ -228,31 +209,7 @@ def test_two_streams_at_once():
 
 @pytest.mark.parametrize("name", NORMS)
 def test_cuda_graph_replays_the_eager_step(name):
-    norm = NORMS[name]().to(DEVICE)
-    eager = copy.deepcopy(norm)
-    x, g = made(SHAPE).requires_grad_(), torch.randn(SHAPE, device=DEVICE)
-    inputs = [x, *norm.parameters()]
-
-    def once() -> tuple[Tensor, ...]:
-        y = norm(x)
-        return y.detach(), *torch.autograd.grad(y, inputs, g)
-
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        once()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outputs = once()
-    norm.load_state_dict(eager.state_dict())
-    for _ in range(3):
-        fresh_x, fresh_g = made(SHAPE), torch.randn(SHAPE, device=DEVICE)
-        with torch.no_grad():
-            x.copy_(fresh_x)
-        g.copy_(fresh_g)
-        graph.replay()
-        equal([*outputs, *norm.buffers()], step(eager, fresh_x, fresh_g))
+    check_cuda_graph(NORMS[name]().to(DEVICE), lambda: (made(SHAPE), torch.randn(SHAPE, device=DEVICE)))
 
 
 def test_autocast():

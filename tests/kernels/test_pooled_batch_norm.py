@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 pytest.importorskip("triton")
 
-from batch_norm_cases import DEVICE, EPS, affine, made
-from pooled_cases import check, few_values, pooled
+from batch_norm_cases import DEVICE, EPS, made
+from pooled_cases import check, few_values, parameters, pooled
 
 from normmatters import precision
 from normmatters.functional.statistic import scale_constant
@@ -37,12 +37,6 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(kernels, "tiling_of", cut)
     yield
     kernels._plan.cache_clear()
-
-
-def parameters(channels: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """γ of both signs."""
-    weight, bias = affine("l1", channels, dtype).values()
-    return {"weight": torch.where(torch.arange(channels, device=DEVICE) % 3 == 1, -weight, weight), "bias": bias}
 
 
 # Values and gradients ------------------------------------------------------------------------------------------------

@@ -11,8 +11,9 @@ from torch.nn import functional as F
 
 pytest.importorskip("triton")
 
-from batch_norm_cases import DEVICE, EPS, Result, affine, made
-from pooled_cases import check, compare_pooled, few_values, off_the_fence, pooled
+from batch_norm_cases import DEVICE, EPS, Result, made
+from gpu_steps import check_cuda_graph, equal, step
+from pooled_cases import check, compare_pooled, few_values, off_the_fence, parameters, pooled
 
 import tolerances
 from normmatters.convert import convert
@@ -22,21 +23,10 @@ from normmatters.nn.batchnorm import L1BatchNorm2d
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU"),
+    pytest.mark.usefixtures("fresh_seed"),
 ]
 
 SHAPE, POOLED = (16, 24, 15, 14), (16, 24, 8, 7)
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> None:
-    """Other numbers every time: what fails must fail by its tolerance, not by its seed."""
-    print(f"seed {torch.seed()}")
-
-
-def parameters(channels: int) -> dict[str, Tensor]:
-    """γ of both signs."""
-    weight, bias = affine("l1", channels).values()
-    return {"weight": torch.where(torch.arange(channels, device=DEVICE) % 3 == 1, -weight, weight), "bias": bias}
 
 
 @pytest.mark.parametrize(
@@ -118,21 +108,6 @@ def test_memory_that_is_not_aligned():
     check(x, **parameters(24))
 
 
-def step(norm: nn.Module, x: Tensor, g: Tensor, call=None) -> list[Tensor]:
-    """The output, all gradients and all buffers after one step."""
-    x = x.detach().requires_grad_()
-    norm.zero_grad()
-    y = (norm if call is None else call)(x)
-    y.backward(g)
-    return [y.detach(), x.grad, *(p.grad for p in norm.parameters()), *(b.clone() for b in norm.buffers())]
-
-
-def equal(ours: list[Tensor], reference: list[Tensor]) -> None:
-    assert len(ours) == len(reference)
-    for i, (mine, theirs) in enumerate(zip(ours, reference)):
-        assert torch.equal(mine, theirs), f"tensor {i} differs by {(mine - theirs).abs().max()}"
-
-
 def pooled_norm(channels: int = 24) -> L1BatchNorm2d:
     norm = L1BatchNorm2d(channels, act="relu").to(DEVICE)
     norm.pool = "max"
@@ -155,31 +130,7 @@ def test_runs_are_equal(shape, out):
 
 
 def test_cuda_graph_replays_the_eager_step():
-    norm = pooled_norm()
-    eager = copy.deepcopy(norm)
-    x, g = made(SHAPE, "channels_last").requires_grad_(), torch.randn(POOLED, device=DEVICE)
-    inputs = [x, *norm.parameters()]
-
-    def once() -> tuple[Tensor, ...]:
-        y = norm(x)
-        return y.detach(), *torch.autograd.grad(y, inputs, g)
-
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        once()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outputs = once()
-    norm.load_state_dict(eager.state_dict())
-    for _ in range(3):
-        fresh_x, fresh_g = made(SHAPE, "channels_last"), torch.randn(POOLED, device=DEVICE)
-        with torch.no_grad():
-            x.copy_(fresh_x)
-        g.copy_(fresh_g)
-        graph.replay()
-        equal([*outputs, *norm.buffers()], step(eager, fresh_x, fresh_g))
+    check_cuda_graph(pooled_norm(), lambda: (made(SHAPE, "channels_last"), torch.randn(POOLED, device=DEVICE)))
 
 
 def test_compiled_by_inductor():

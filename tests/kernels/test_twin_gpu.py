@@ -11,7 +11,7 @@ from torch import Tensor, nn
 pytest.importorskip("triton")
 
 from batch_norm_cases import DEVICE, LAYOUTS, affine, made
-from test_batch_norm_gpu import equal
+from gpu_steps import check_cuda_graph, step
 from twin_cases import Norm, check, fused
 
 from normmatters.convert import convert
@@ -86,14 +86,6 @@ class Pair(nn.Module):
         return self.third.forward_linked(2 * z, z, link, linked=False)[0]
 
 
-def step(model: nn.Module, inputs: list[Tensor], g: Tensor, call=None) -> list[Tensor]:
-    inputs = [t.detach().requires_grad_() for t in inputs]
-    model.zero_grad()
-    y = (model if call is None else call)(*inputs)
-    y.backward(g)
-    return [y.detach(), *(t.grad for t in (*inputs, *model.parameters())), *(b.clone() for b in model.buffers())]
-
-
 def data() -> tuple[list[Tensor], Tensor]:
     return [made(SHAPE, "channels_last", torch.float16) for _ in range(2)], torch.randn(SHAPE, device=DEVICE).half()
 
@@ -110,32 +102,7 @@ def test_links(memory):
 
 @pytest.mark.parametrize("memory", ["exact", "lean"])
 def test_cuda_graph_replays_the_eager_step(memory):
-    model = Pair(memory).to(DEVICE)
-    eager = copy.deepcopy(model)
-    inputs, g = data()
-    leaves = [*(t.requires_grad_() for t in inputs), *model.parameters()]
-
-    def once() -> tuple[Tensor, ...]:
-        y = model(*inputs)
-        return y.detach(), *torch.autograd.grad(y, leaves, g)
-
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        once()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outputs = once()
-    model.load_state_dict(eager.state_dict())
-    for _ in range(3):
-        fresh, fresh_g = data()
-        with torch.no_grad():
-            for old, new in zip(inputs, fresh):
-                old.copy_(new)
-        g.copy_(fresh_g)
-        graph.replay()
-        equal([*outputs, *model.buffers()], step(eager, fresh, fresh_g))
+    check_cuda_graph(Pair(memory).to(DEVICE), data)
 
 
 @pytest.mark.parametrize("memory", ["exact", "lean"])
