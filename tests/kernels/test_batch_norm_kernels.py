@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -29,40 +28,9 @@ import tolerances
 from normmatters.functional import lp_batch_norm
 from normmatters.kernels import dispatch
 from normmatters.kernels.triton import batch_norm as kernels
-from normmatters.kernels.triton.layout import Tiling, View
 
 ODD, EVEN = (9, 3, 2, 3), (8, 4, 2, 4)  # rows and columns that do not, or do, fill the tiles of ``small_tiles``
 MEMORY = [*((kind, "exact") for kind in KINDS), ("l1", "lean")]
-
-
-def forget_plans() -> None:
-    for value in vars(kernels).values():
-        if hasattr(value, "cache_clear"):
-            value.cache_clear()
-
-
-@pytest.fixture
-def fresh_plans() -> Iterator[None]:
-    """No plan from before the test's own settings, and none left behind."""
-    forget_plans()
-    yield
-    forget_plans()
-
-
-@pytest.fixture
-def small_tiles(monkeypatch: pytest.MonkeyPatch, fresh_plans: None) -> None:
-    """Tiles of 8 rows and 16 columns and at most 2 programs down the rows: small tensors meet every loop and edge."""
-    whole = kernels.tiling_of
-
-    def cut(view: View, itemsize: int, *programs: int) -> Tiling:
-        tiling = whole(view, itemsize, *programs)
-        block_c, block_r = min(tiling.block_c, 16), min(tiling.block_r, 2)
-        tiles = -(-view.code_rows // block_r)
-        return tiling._replace(
-            block_c=block_c, block_r=block_r, group=min(tiling.group, block_c), tiles=tiles, splits=min(tiles, 2)
-        )
-
-    monkeypatch.setattr(kernels, "tiling_of", cut)
 
 
 # What surrounds a batch norm, as (activation, residual): codes depend on it for L1, for the other kinds two will do.

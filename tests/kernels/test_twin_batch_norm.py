@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -17,42 +16,10 @@ from twin_cases import Norm, check, fused
 from normmatters.functional.statistic import scale_constant
 from normmatters.kernels import ops, twin_ops  # noqa: F401 (registers the operators)
 from normmatters.kernels.triton import batch_norm
-from normmatters.kernels.triton import twin_batch_norm as kernels
-from normmatters.kernels.triton.layout import Tiling, View
 from normmatters.nn import L1BatchNorm2d, twin
 
 ODD, EVEN = (9, 3, 2, 3), (8, 4, 2, 4)  # rows and columns that do not, or do, fill the tiles of ``small_tiles``
 SHAPE = (5, 3, 2, 3)
-
-
-def forget_plans() -> None:
-    for value in (*vars(kernels).values(), *vars(batch_norm).values()):
-        if hasattr(value, "cache_clear"):
-            value.cache_clear()
-
-
-@pytest.fixture
-def fresh_plans() -> Iterator[None]:
-    """No plan from before the test's own settings, and none left behind."""
-    forget_plans()
-    yield
-    forget_plans()
-
-
-@pytest.fixture
-def small_tiles(monkeypatch: pytest.MonkeyPatch, fresh_plans: None) -> None:
-    """Tiles of 8 rows and 16 columns and at most 2 programs down the rows: small tensors meet every loop and edge."""
-    whole = kernels.tiling_of
-
-    def cut(view: View, itemsize: int) -> Tiling:
-        tiling = whole(view, itemsize)
-        block_c, block_r = min(tiling.block_c, 16), min(tiling.block_r, 2)
-        tiles = -(-view.code_rows // block_r)
-        return tiling._replace(
-            block_c=block_c, block_r=block_r, group=min(tiling.group, block_c), tiles=tiles, splits=min(tiles, 2)
-        )
-
-    monkeypatch.setattr(kernels, "tiling_of", cut)
 
 
 def two(shape: tuple[int, ...], layout: str = "contiguous", dtype: torch.dtype = torch.float32) -> tuple[Norm, Norm]:
