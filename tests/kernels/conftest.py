@@ -60,4 +60,5 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch, fresh_plans: None) -> None:
         return tiling_of
 
     for module in _batch_norms():
-        monkeypatch.setattr(module, "tiling_of", cut(module.tiling_of))
+        for name in {"tiling_of", "apply_tiling_of"} & vars(module).keys():
+            monkeypatch.setattr(module, name, cut(getattr(module, name)))
