@@ -42,6 +42,13 @@ class Result:
     dbias: Tensor | None
     dresidual: Tensor | None
 
+    def part(self, channels: slice) -> Result:
+        """What ``channels`` have of it."""
+        vectors = (self.running_mean, self.running_var, self.dweight, self.dbias)
+        mean, var, dweight, dbias = (None if t is None else t[channels] for t in vectors)
+        y, dx, dresidual = (None if t is None else t[:, channels] for t in (self.y, self.dx, self.dresidual))
+        return Result(y, mean, var, dx, dweight, dbias, dresidual)
+
 
 def fused(x, weight, bias, residual, g, kind, act, memory="exact", constant="exact") -> Result:
     """By the kernels, through the dispatcher."""
