@@ -102,6 +102,16 @@ def test_divergence_is_a_result(tmp_path: Path) -> None:
     assert "<b>diverged</b>" in page
 
 
+def test_a_validation_loss_that_is_no_number_is_divergence_too(tmp_path: Path) -> None:
+    write_run(tmp_path, "fig1/wd_on", final=0.9)
+    folder = write_run(tmp_path, "fig1/corrected", final=0.9)
+    *rows, last = (folder / "metrics.jsonl").read_text().splitlines()
+    (folder / "metrics.jsonl").write_text("\n".join([*rows, json.dumps(json.loads(last) | {"val_loss": None})]) + "\n")
+    claim = Claim("E1", "ends there", "equal", "fig1/corrected", "fig1/wd_on", 0.3)
+    verdict = judge(claim, collect([tmp_path]))
+    assert (verdict.verdict, verdict.measured) == ("fails", "WD off, step-size correction diverged")
+
+
 def test_following_is_judged_over_the_whole_course(tmp_path: Path) -> None:
     write_run(tmp_path, "fig1/wd_on", final=0.9, speed=2)
     write_run(tmp_path, "fig1/wd_off", final=0.9, speed=1)

@@ -89,8 +89,12 @@ class Run:
 
     @property
     def diverged(self) -> bool:
-        """Ended because the loss was no longer a number: a result, not a failure of the run."""
-        return (self.error or {}).get("kind") == "nan"
+        """Whether the loss was no longer a number in the end: a result, not a failure of the run.
+
+        Of training, which ends the run, or of validation, whose accuracy is then that of a guess.
+        """
+        validated = [row for row in self.metrics if "val_loss" in row]
+        return (self.error or {}).get("kind") == "nan" or bool(validated and validated[-1]["val_loss"] is None)
 
     @property
     def alone_on_gpu(self) -> bool:
