@@ -102,6 +102,32 @@ def test_compiled(model, links):
     assert sum(links) == 3
 
 
+@pytest.mark.parametrize("how", ["eager", "compiled", "watched", "frozen"])
+def test_a_shortcut_sends_its_gradient_through_the_link(how, links):
+    """A block that downsamples uses its input twice as well: for its first convolution and for its shortcut's."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Sequential(Block(3, 4), Block(4, 4), Block(4, 6), Block(6, 6)))
+    model = convert(net.to(DEVICE), "l1", memory="lean")
+    assert isinstance(model[0], LinkedSequential)
+    if (
+        how == "watched"
+    ):  # what the shortcut gives is no longer a part of the add, and its gradient takes the link still
+        model[0][2].downsample[1].register_forward_hook(lambda module, inputs, output: None)
+    if how == "frozen":
+        model[0][0].requires_grad_(False)
+        model[0][1].requires_grad_(False)
+    call = torch.compile(model, backend="aot_eager", fullgraph=True) if how == "compiled" else None
+
+    def gradients(net, call=None):
+        return [t for t in step(net, call) if t is not None]
+
+    expected = gradients(unlinked(model))
+    links.clear()
+    assert_same(gradients(model, call), expected)
+    # Blocks 1, 2 and 3 take a link: to the first norm's output, to the second's and to the third's.
+    assert sum(links) == 3
+
+
 def test_a_watched_block_is_called(model, links):
     seen = []
     model[0][1].register_forward_hook(lambda module, inputs, output: seen.append(output.shape))

@@ -59,7 +59,8 @@ class Program:
     ``guards`` are the plain attributes of the block (flags, sizes, absent submodules) that the trace read and their
     values then: with others the original ``forward`` could have taken another way. ``norms`` are the paths of the norms
     that took over a ReLU. ``linked`` is ``train`` once more with links (:func:`with_links`), empty where the block does
-    not end in a norm that adds; ``takes_link`` says that what it adds is the block's input.
+    not end in a norm that adds; ``takes_link`` says that what it adds is the block's input, or what a shortcut makes
+    of it.
     """
 
     train: str
@@ -222,6 +223,23 @@ def linked_norm_norm_add_relu(norm: Any, input: Tensor, pending: Pending, wanted
     return linked_norm_add_relu(norm, input, value if other is None else other(value), None, wanted)
 
 
+class _Through(torch.autograd.Function):
+    """The values of one tensor with the history of another."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, link: Tensor) -> Tensor:
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[None, Tensor]:  # type: ignore[override]
+        return None, g
+
+
+def through_link(input: Tensor, link: Tensor | None) -> Tensor:
+    """``input``, but its gradient goes through ``link``: what a shortcut sends back need not be added to the rest."""
+    return input if link is None else _Through.apply(input.detach(), link)  # type: ignore[no-any-return]
+
+
 def with_links(graph: fx.Graph) -> tuple[fx.Graph | None, bool]:
     """The graph of a block that ends in a fused add, with links in and out, and whether it uses the one in."""
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
@@ -236,8 +254,13 @@ def with_links(graph: fx.Graph) -> tuple[fx.Graph | None, bool]:
     with linked.inserting_after(copies[inputs[0]]):
         wanted = linked.placeholder("wanted")
         link = linked.placeholder("link")  # stands before the other one
-    end = copies[result]
-    takes_link = end.args[2] is copies[inputs[0]]
+    end, x = copies[result], copies[inputs[0]]
+    added: Any = end.args[2]
+    takes_link = added is x
+    if end.target is norm_norm_add_relu and added.args[1] is x:
+        takes_link = True
+        with linked.inserting_before(added):
+            added.update_arg(1, linked.call_function(through_link, (x, link)))
     with linked.inserting_before(end):
         if end.target is norm_norm_add_relu:
             pair = linked.call_function(linked_norm_norm_add_relu, (*end.args, wanted))
