@@ -150,19 +150,8 @@ def _say(what: str, backend: Backend, input: Tensor) -> None:
         _log_once(f"{what} falls back to {backend.name}: {backend.reason}")
 
 
-_cached_kind = functools.cache(statistic_kind)
-_cached_constant = functools.lru_cache(typed=True)(scale_constant)  # True is no constant, but equals 1
-
-
-# The compiler need not look into these: their results are numbers of a compiled graph, as the sizes are.
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _kind(p: float, k: int | None) -> str:
-    return _cached_kind(p, k)
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _constant(p: float, n: int, k: int | None, constant: str | float) -> float:
-    return _cached_constant(p, n, k, constant)
+_kind = functools.cache(statistic_kind)
+_constant = functools.lru_cache(typed=True)(scale_constant)  # True is no constant, but equals 1
 
 
 def _check_devices(input: Tensor, *others: Tensor | None) -> None:
