@@ -120,11 +120,10 @@ def _measure(setup: Setup, variant: Variant, axes: dict[str, str]) -> Row:
     checked = variant.layer is not None and setup.share is None
     error = _check_norm(setup, variant.layer, dtype) if checked and variant.layer else None
     model = _model(setup, variant, fuse=True)
+    step = Step(setup, model, dtype, compile=axes["mode"] == "compiled")
     if setup.share is not None:
-        step = Step(setup, model, dtype, compile=axes["mode"] == "compiled")
         step.probe(step.model, model)
         return {}
-    step = Step(setup, model, dtype, compile=axes["mode"] == "compiled")
     if variant.ours:
         check_fused(setup, variant, dtype)
         if axes["mode"] == "compiled":
