@@ -17,12 +17,12 @@ from normmatters.kernels import dispatch
 
 TIMED = {"error", "fwd_ms", "bwd_ms", "eager_fwd_ms", "eager_bwd_ms", "timed_by", "ratio"}
 MEMORY = {"saved_bytes", "saved_share", "allocated_bytes", "peak_bytes"}
-STEP = {"error", "ms", "fastest_ms", "after_forward_bytes", "peak_bytes"}
+STEP = {"error", "ms", "fastest_ms", "graph_ms", "after_forward_bytes", "peak_bytes"}
 FIELDS = {
     "layers": TIMED | MEMORY | {"dtype", "layout", "form", "size", "tensor_bytes"},
     "cpu": TIMED | {"layout", "form", "size"},
     "layernorm": TIMED | MEMORY | {"dtype", "size"},
-    "resnet50": STEP | {"dtype", "mode", "ratio", "ratio_same_mode", "memory_ratio"},
+    "resnet50": STEP | {"dtype", "mode", "ratio", "ratio_same_mode", "graph_ratio_same_mode", "memory_ratio"},
     "weightnorm": {"part", "mode", "ms", "added_ms", "error"},
     "optim": {"mode", "ms", "ratio"},
 }
@@ -218,14 +218,23 @@ def test_the_rows_that_matter_most_come_first(monkeypatch: pytest.MonkeyPatch) -
     """A run that is cut off loses what explains, not what is asked for."""
     for module, names in ((resnet50, ("_measure",)), (weightnorm, ("_measure_weights", "_measure_step"))):
         for name in names:
-            monkeypatch.setattr(module, name, lambda *a: {"ms": 1.0, "after_forward_bytes": None})
+            monkeypatch.setattr(module, name, lambda *a: {"ms": 1.0, "graph_ms": None, "after_forward_bytes": None})
     setup = harness.Setup(torch.device("cpu"))
-    found = [(row["dtype"], row["mode"], row["variant"]) for row in resnet50.rows(setup)]
-    main = [(mode, name) for mode in ("compiled", "eager") for name in ("native", "l1_lean")]
-    assert found[:8] == [(dtype, *row) for dtype in ("fp16", "bf16") for row in main]
-    assert set(found[8:]) == {("fp16", "eager", name) for name in ("l1", "l2", "none")}
     events: list[Any] = []
     setup.warm_up = lambda: events.append("compile")
+    given = []
+    for row in resnet50.rows(setup):
+        events.append((row["mode"], row["dtype"], row["variant"]))
+        given.append(row)
+    main = [(dtype, name) for dtype in ("fp16", "bf16") for name in ("native", "l1_lean")]
+    assert events[:4] == [("eager", *row) for row in main]
+    assert events[4:9] == ["compile", *[("compiled", *row) for row in main]]
+    assert set(events[9:]) == {("eager", "fp16", name) for name in ("l1", "l2", "none")}
+    # eager rows come before what they are compared with
+    assert all(
+        row["ratio"] == 1.0 and row["ratio_same_mode"] == 1.0 and row["graph_ratio_same_mode"] is None for row in given
+    )
+    events.clear()
     for row in weightnorm.rows(setup):
         events.append((row["part"], row["mode"], row["variant"]))
         assert row["added_ms"] == 0.0

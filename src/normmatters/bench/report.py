@@ -72,6 +72,8 @@ COLUMNS: dict[str, list[Column]] = {
         _number("ms a step", "ms", 1),
         _number("÷ native compiled", "ratio"),
         _number("÷ native, same mode", "ratio_same_mode"),
+        _number("ms as CUDA graph", "graph_ms", 1),
+        _number("÷ native, as graph", "graph_ratio_same_mode"),
         _number("GiB after forward", "after_forward_bytes", 1, _GIB),
         _number("÷ native compiled", "memory_ratio"),
         _number("peak GiB", "peak_bytes", 1, _GIB),

@@ -2,6 +2,9 @@
 
 The step is ``model(x)`` and the cross entropy under autocast, ``backward`` and SGD with momentum. There is no gradient
 scaler: it costs the same for every norm. The learning rate is small, as the images are noise.
+
+A step is timed twice: as it is called, where a slow host may be the limit, and replayed from a CUDA graph, which is
+what the GPU needs.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from normmatters.bench import layers, peers
+from normmatters.bench import layers, peers, timing
 from normmatters.bench.check import BatchNormData, BatchNormReference, check_batch_norm
 from normmatters.bench.harness import DTYPES, Row, Setup, Skip, Wrong, attempt
 from normmatters.convert import convert
@@ -54,7 +57,7 @@ VARIANTS = [
     Variant("naive_l1", _as_it_is, "naive_l1_compiled", False, peers.NaiveL1BatchNorm2d, ("compiled",)),
     Variant("none", _as_it_is, None, False, lambda channels: nn.Identity()),
 ]
-AXES = {"dtype": ["fp16", "bf16"], "mode": ["compiled", "eager"], "variant": [v.name for v in VARIANTS]}
+AXES = {"dtype": ["fp16", "bf16"], "mode": ["eager", "compiled"], "variant": [v.name for v in VARIANTS]}
 
 # What the others are there to explain. Compiling takes half a minute a model, so only these are compiled, and only
 # these are run in bf16, unless more is asked for.
@@ -62,21 +65,27 @@ _MAIN = ("native", "l1_lean")
 
 
 def rows(setup: Setup) -> Iterator[Row]:
-    """Every wanted row, the main ones first: of each precision compiled native, which the ratios refer to, leads."""
-    native: dict[tuple[str, str], Row] = {}
-    order = itertools.product(AXES["dtype"], AXES["mode"], VARIANTS)
-    for dtype, mode, variant in sorted(order, key=lambda row: row[2].name not in _MAIN):
+    """Every wanted row, the main ones first, and of them the eager ones: they need nothing compiled.
+
+    A row's ratios are to rows that may come later. They are filled in then, in the rows that were given out before.
+    """
+    found: list[Row] = []
+    warmed = False
+    order = itertools.product(AXES["mode"], AXES["dtype"], VARIANTS)
+    for mode, dtype, variant in sorted(order, key=lambda row: row[2].name not in _MAIN):
         axes = {"dtype": dtype, "mode": mode, "variant": variant.name}
         if mode not in variant.modes or not setup.only.allows(AXES, axes):
             continue
         if not _usual(setup, axes) or not setup.mine(*axes.values()):
             continue
+        if mode == "compiled" and not warmed:
+            setup.warm_up()
+            warmed = True
         row: Row = {**axes, "ours": variant.ours}
         row = attempt(row, partial(_measure, setup, variant, axes))
         if row["status"] == "ok" and setup.share is None:
-            if variant.name == "native":
-                native[dtype, mode] = row
-            _compare(row, native.get((dtype, "compiled")), native.get((dtype, mode)))
+            found.append(row)
+            _compare(found)
         yield row
         setup.free()
 
@@ -86,14 +95,24 @@ def _usual(setup: Setup, axes: dict[str, str]) -> bool:
         return not setup.smoke or axes["mode"] == "eager" or "compiled" in setup.only.words
     if setup.smoke:
         return axes["mode"] == "eager"
+    if setup.share is not None and axes["mode"] == "eager":  # the processes that compile have nothing to do for it
+        return False
     return axes["variant"] in _MAIN or (axes["dtype"] == "fp16" and axes["mode"] == "eager")
 
 
-def _compare(row: Row, compiled: Row | None, same_mode: Row | None) -> None:
-    row["ratio"] = row["ms"] / compiled["ms"] if compiled else None
-    row["ratio_same_mode"] = row["ms"] / same_mode["ms"] if same_mode else None
-    both = compiled is not None and compiled["after_forward_bytes"] and row["after_forward_bytes"]
-    row["memory_ratio"] = row["after_forward_bytes"] / compiled["after_forward_bytes"] if both and compiled else None
+def _compare(rows: Sequence[Row]) -> None:
+    """Each row's ratios to the native rows there are."""
+    native = {(row["dtype"], row["mode"]): row for row in rows if row["variant"] == "native"}
+    for row in rows:
+        compiled, same = native.get((row["dtype"], "compiled")), native.get((row["dtype"], row["mode"]))
+        row["ratio"] = _ratio(row, compiled, "ms")
+        row["ratio_same_mode"] = _ratio(row, same, "ms")
+        row["graph_ratio_same_mode"] = _ratio(row, same, "graph_ms")
+        row["memory_ratio"] = _ratio(row, compiled, "after_forward_bytes")
+
+
+def _ratio(row: Row, native: Row | None, key: str) -> float | None:
+    return row[key] / native[key] if native is not None and row[key] and native[key] else None
 
 
 def _check_norm(setup: Setup, name: str, dtype: torch.dtype) -> float:
@@ -214,7 +233,7 @@ class Step:
         return float(loss.detach()), last, first
 
     def measure(self) -> Row:
-        """Time, memory after the forward pass, and peak memory, all after a few steps of warming up."""
+        """Times, memory after the forward pass, and peak memory, all after a few steps of warming up."""
         for _ in range(1 if self.setup.smoke else 4):
             loss = self()
         if not bool(loss.isfinite()):
@@ -224,6 +243,7 @@ class Step:
         return {
             "ms": statistics.median(times),
             "fastest_ms": min(times),
+            "graph_ms": self._replayed() if self.setup.cuda else None,
             "after_forward_bytes": after_forward,
             "peak_bytes": peak,
         }
@@ -255,3 +275,9 @@ class Step:
             event.record()
         torch.cuda.synchronize(self.setup.device)
         return [float(a.elapsed_time(b)) for a, b in zip(events, events[1:])]
+
+    def _replayed(self) -> float | None:
+        """Milliseconds of a step that is replayed from a CUDA graph; None where it cannot be captured."""
+        with timing.side_stream(self.setup.device):
+            took = timing.time_calls([self], self.setup.device)
+        return took.ms if took.by == "graph" else None

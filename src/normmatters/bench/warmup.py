@@ -17,7 +17,7 @@ from normmatters.bench.harness import Setup
 #: Processes at most, by the device memory that a row takes; others have nothing to compile.
 PROCESSES = {"layers": 12, "layernorm": 8, "resnet50": 4, "weightnorm": 4}
 #: Benchmarks whose first rows need nothing compiled: they ask for it themselves, by ``Setup.warm_up``.
-LATER = ("weightnorm",)
+LATER = ("resnet50", "weightnorm")
 
 
 def default_jobs(name: str, setup: Setup) -> int:
