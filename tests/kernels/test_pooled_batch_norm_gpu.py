@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 pytest.importorskip("triton")
 
-from batch_norm_cases import DEVICE, EPS, made
+from batch_norm_cases import DEVICE, made
 from gpu_steps import check_cuda_graph, equal, step
 from pooled_cases import check, compare_pooled, few_values, off_the_fence, parameters, pooled
 
@@ -86,11 +86,11 @@ def test_more_than_two_to_the_31_elements():
     x = torch.empty(shape, device=DEVICE, dtype=torch.float16, memory_format=torch.channels_last).normal_(1.0, 2.0)
     g = torch.randn(2100, 64, 64, 64, device=DEVICE, dtype=torch.float16)
     weight, bias = parameters(64).values()
-    z = dispatch.pooled_batch_norm(x, None, None, weight, bias, True, 0.1, EPS, act="relu")
-    g = off_the_fence(g, z, z.amax((0, 2, 3), keepdim=True))
+    looked_at = [slice(channel, channel + 1) for channel in (0, 37, 63)]
+    for one in looked_at:
+        g[:, one] = off_the_fence(g[:, one], x[:, one], weight[one], bias[one])
     ours = pooled(x, weight, bias, g)
-    for channel in (0, 37, 63):
-        one = slice(channel, channel + 1)
+    for one in looked_at:
         compare_pooled(ours.part(one), x[:, one], weight=weight[one], bias=bias[one], g=g[:, one])
 
 
