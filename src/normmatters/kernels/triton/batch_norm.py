@@ -11,7 +11,6 @@ from torch import Tensor
 from normmatters.kernels.triton import apply, select, stats
 from normmatters.kernels.triton.launch import Launch
 from normmatters.kernels.triton.layout import (
-    CACHED,
     ROWS_PER_CODE,
     Tiling,
     View,
@@ -347,7 +346,7 @@ def _normalize_plan(
         },
         num_warps=tiling.num_warps,
         # With a residual, two tensors are on their way at a time: fewer programs, more loads each.
-        maxnreg=None if residual and not is_small(view, dtype.itemsize) else MAX_REGISTERS,
+        maxnreg=None if residual else MAX_REGISTERS,
     )
     saved = saved_shapes(view, dtype.itemsize, kind, relu=relu, residual=residual, lean=lean, save=save)
     return NormalizePlan(launch, saved)
@@ -481,7 +480,7 @@ def sums(
     """What :func:`normalize` needs to make the statistics itself; None where that does not pay or cannot be done."""
     view = view_of(x)
     has_running = running_mean is not None
-    if not is_small(view, x.element_size(), CACHED) or kind not in ("l1", "l2", "mean"):
+    if not is_small(view, x.element_size()) or kind not in ("l1", "l2", "mean"):
         return None
     if has_running != (running_var is not None) or (
         has_running and not (running_mean.is_contiguous() and running_var.is_contiguous())  # type: ignore[union-attr]

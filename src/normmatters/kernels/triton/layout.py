@@ -112,15 +112,14 @@ def tiling_of(view: View, itemsize: int, programs: int = _WAVE) -> Tiling:
     return Tiling(block_c, block_r, group, splits, tiles, num_warps)
 
 
-#: Up to this size launches, not bytes, decide how long a channels-last layer takes.
+#: Up to this size launches, not bytes, decide how long a channels-last layer takes, and reading a tensor a second time
+#: costs little: most of it is still in the cache (50 MB).
 SMALL = 64 * 2**20
-#: Up to this size the tensor stays in a cache of 50 MB, output beside it, so that reading it again costs little.
-CACHED = 32 * 2**20
 
 
-def is_small(view: View, itemsize: int, limit: int = SMALL) -> bool:
+def is_small(view: View, itemsize: int) -> bool:
     """Whether programs add the partial sums of their channels themselves, instead of one more launch."""
-    return view.spatial == 1 and view.rows * view.cols * itemsize <= limit
+    return view.spatial == 1 and view.rows * view.cols * itemsize <= SMALL
 
 
 @functools.cache
