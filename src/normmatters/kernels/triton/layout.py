@@ -78,12 +78,13 @@ def view_of(x: Tensor) -> View:
 
     Plain integers: the tiling depends on the sizes, so a compiled graph is specialized to them.
     """
-    return _view(tuple(map(int, x.shape)), x.is_contiguous())
+    # A plain tensor's sizes are integers already; a traced one's may be symbols, which no cache takes.
+    return _view(x.shape if type(x) is Tensor else tuple(map(int, x.shape)), x.is_contiguous())
 
 
 @functools.cache
 def _view(shape: tuple[int, ...], contiguous: bool) -> View:
-    batch, channels, *rest = shape
+    batch, channels, *rest = map(int, shape)
     spatial = math.prod(rest)
     if spatial == 1 or not contiguous:
         return View(batch * spatial, channels, 1)
