@@ -151,7 +151,7 @@ def test_bitwise_equal_from_run_to_run():
 
 def state(norm: Norm) -> tuple:
     constant = scale_constant(1, norm.x.numel() // norm.x.shape[1], None, "exact")
-    return None, None, norm.weight, norm.bias, 0.1, EPS, constant
+    return None, None, norm.weight, norm.bias, 0.1, EPS, constant, None
 
 
 @pytest.mark.parametrize(("memory", "share"), [("lean", 0.5), ("exact", 2.25)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -37,6 +38,17 @@ def as_gradient_of(parameter: Tensor | None, gradient: Tensor) -> Tensor | None:
     if parameter is None or gradient.dtype is parameter.dtype:
         return None if parameter is None else gradient
     return gradient.to(parameter.dtype)
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """PyTorch's, which costs some microseconds, only where gradients are recorded: ``create_graph=True``."""
+    recorded = torch.autograd.function.once_differentiable(backward)
+
+    @functools.wraps(backward)
+    def either(ctx: Any, *gradients: Tensor | None) -> Any:
+        return (recorded if torch.is_grad_enabled() else backward)(ctx, *gradients)
+
+    return either
 
 
 _HERE = contextlib.nullcontext()

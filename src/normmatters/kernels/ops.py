@@ -23,7 +23,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from normmatters.kernels.library import LIBRARY, any_requires_grad, as_gradient_of, needs_operators, on_device, register
+from normmatters.kernels.library import (
+    LIBRARY,
+    any_requires_grad,
+    as_gradient_of,
+    needs_operators,
+    on_device,
+    once_differentiable,
+    register,
+)
 from normmatters.kernels.triton import batch_norm as kernels
 from normmatters.kernels.triton.layout import memory_format, view_of
 
@@ -253,7 +261,7 @@ class _BatchNorm(torch.autograd.Function):
         return (z, eager_link(z)) if linked else z
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, g: Tensor, link: Tensor | None = None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         return *_input_gradients(ctx, g, link, _gradients), None, None
 

@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 
 from normmatters.kernels import ops  # noqa: F401 (registers the statistics)
-from normmatters.kernels.library import LIBRARY, any_requires_grad, needs_operators, on_device, register
+from normmatters.kernels.library import (
+    LIBRARY,
+    any_requires_grad,
+    needs_operators,
+    on_device,
+    once_differentiable,
+    register,
+)
 from normmatters.kernels.triton import batch_norm as whole
 from normmatters.kernels.triton import pooled_batch_norm as kernels
 
@@ -128,7 +135,7 @@ class _PooledBatchNorm(torch.autograd.Function):
         return output[0]
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         return *_input_gradients(ctx, g, _backward), None, None
 

@@ -11,7 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from normmatters.kernels.library import LIBRARY, any_requires_grad, needs_operators, on_device, register
+from normmatters.kernels.library import (
+    LIBRARY,
+    any_requires_grad,
+    needs_operators,
+    on_device,
+    once_differentiable,
+    register,
+)
 from normmatters.kernels.ops import _dense, _format, _link, eager_link
 from normmatters.kernels.triton import batch_norm
 from normmatters.kernels.triton import twin_batch_norm as kernels
@@ -153,7 +160,7 @@ class _TwinBatchNorm(torch.autograd.Function):
         return (z, eager_link(z)) if linked else z
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, g: Tensor, link: Tensor | None = None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         return *_input_gradients(ctx, g, link, _backward), None, None
 
