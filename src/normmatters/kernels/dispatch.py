@@ -157,9 +157,10 @@ def _say(what: str, backend: Backend, input: Tensor) -> None:
 
 def _check_devices(input: Tensor, *others: Tensor | None) -> None:
     """A kernel that is handed memory of another device spoils the GPU for the whole process: say so before."""
+    device = input.device
     for other in others:
-        if other is not None and other.device != input.device:
-            raise ValueError(f"all tensors must be on the input's device {input.device}, got one on {other.device}")
+        if other is not None and other.device != device:
+            raise ValueError(f"all tensors must be on the input's device {device}, got one on {other.device}")
 
 
 def _counts_late(num_batches_tracked: Tensor | None, input: Tensor) -> bool:

@@ -95,18 +95,20 @@ class _LpBatchNorm(_NormBase):
 
     def _forward(self, normalize: Callable[..., T], input: Tensor, residual: Tensor | None, *links: Any) -> T:
         self._check_input_dim(input)
+        buffers = self._buffers  # attributes of a module are looked for here last, and take several times as long
         tracked = self.training and self.track_running_stats and not _recomputing()
-        count = self.num_batches_tracked if tracked else None
+        count = buffers["num_batches_tracked"] if tracked else None
         momentum = self.momentum
         if momentum is None:  # cumulative average: the count is raised later, once nothing can fail any more
             momentum = 0.0 if count is None else 1.0 / (float(count) + 1)
+        running_mean, running_var = buffers["running_mean"], buffers["running_var"]
         use_buffers = tracked or not self.training
         return normalize(
             input,
-            self.running_mean if use_buffers else None,
-            self.running_var if use_buffers else None,
+            running_mean if use_buffers else None,
+            running_var if use_buffers else None,
             count,
-            self.training or (self.running_mean is None and self.running_var is None),
+            self.training or (running_mean is None and running_var is None),
             momentum,
             residual,
             *links,
