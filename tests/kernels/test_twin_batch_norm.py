@@ -107,7 +107,7 @@ def test_lean_codes_are_right_on_average():
 
 def test_pilot(monkeypatch, fresh_plans, poisoned_empty):
     monkeypatch.setattr(batch_norm, "PILOT_SAMPLES", 256)
-    monkeypatch.setattr(batch_norm, "CACHED", 0)
+    monkeypatch.setattr(batch_norm, "is_small", lambda *_: False)
     monkeypatch.setattr("batch_norm_cases.kernels.PILOT_SAMPLES", 256)
     check(*two((8, 4, 8, 10), "channels_last"), "lean")
 
@@ -151,7 +151,7 @@ def test_bitwise_equal_from_run_to_run():
 
 def state(norm: Norm) -> tuple:
     constant = scale_constant(1, norm.x.numel() // norm.x.shape[1], None, "exact")
-    return None, None, norm.weight, norm.bias, 0.1, EPS, constant
+    return None, None, norm.weight, norm.bias, 0.1, EPS, constant, None
 
 
 @pytest.mark.parametrize(("memory", "share"), [("lean", 0.5), ("exact", 2.25)])

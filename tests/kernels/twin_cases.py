@@ -38,10 +38,12 @@ def fused(first: Norm, second: Norm, g: Tensor, memory: str, link: Tensor | None
         running = [torch.full(norm.x.shape[1:2], v, device=norm.x.device) for v in (0.5, 2.0)]
         constant = scale_constant(1, norm.x.numel() // norm.x.shape[1], None, norm.constant)
         leaves.append(own)
-        states.append((*running, *own[1:], MOMENTUM, EPS, constant))
+        batches = torch.full((), 6, device=norm.x.device)  # counted by the kernel
+        states.append((*running, *own[1:], MOMENTUM, EPS, constant, batches))
     y, out = twin_ops.twin_batch_norm(
         leaves[0][0], states[0], leaves[1][0], states[1], memory=memory, linked=link is not None
     )
+    assert [int(state[-1]) for state in states] == [7, 7]
     if link is None:
         y.backward(g)
     else:

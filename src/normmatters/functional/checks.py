@@ -8,6 +8,8 @@ from torch import Tensor
 
 from normmatters.functional.statistic import Kind
 
+_PARAMETERS = ("running_mean", "running_var", "weight", "bias")
+
 
 def check_act(act: str | None) -> None:
     """Raise unless ``act`` is None or ``"relu"``."""
@@ -46,8 +48,7 @@ def check_batch_norm(
     if eps < 0:
         raise ValueError(f"eps must not be negative, got {eps}")
     channels = input.shape[1]
-    parameters = {"running_mean": running_mean, "running_var": running_var, "weight": weight, "bias": bias}
-    for name, parameter in parameters.items():
+    for name, parameter in zip(_PARAMETERS, (running_mean, running_var, weight, bias)):
         if parameter is not None and (parameter.dim() != 1 or parameter.shape[0] != channels):
             raise ValueError(
                 f"{name} must have shape ({channels},), one value for each channel of an input of shape "

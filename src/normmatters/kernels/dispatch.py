@@ -72,6 +72,11 @@ def _why_not_triton(input: Tensor) -> str:
     return ""
 
 
+_TRITON = Backend("triton", "")
+_kind = functools.cache(statistic_kind)
+_constant = functools.lru_cache(typed=True)(scale_constant)  # True is no constant, but equals 1
+
+
 def batch_norm_backend(
     input: Tensor, *, training: bool = True, p: float | str = 1, k: int | None = None, memory: str = "exact"
 ) -> Backend:
@@ -90,12 +95,12 @@ def batch_norm_backend(
     reason = _why_not_triton(input)
     if not reason:
         reason = _why_not_batch_norm_kernel(input, statistic_kind(p, k), k)
-    if not reason:
-        return Backend("triton", "")
-    return Backend("hand-derived", reason)
+    return Backend("hand-derived", reason) if reason else _TRITON
 
 
 def _why_not_batch_norm_kernel(input: Tensor, kind: str, k: int | None) -> str:
+    if kind in ("l1", "l2", "mean"):
+        return ""
     from normmatters.kernels.triton import batch_norm as kernels
     from normmatters.kernels.triton.layout import view_of
 
@@ -103,7 +108,7 @@ def _why_not_batch_norm_kernel(input: Tensor, kind: str, k: int | None) -> str:
         return "there are kernels for p = 1, 2, inf, Top(k), range and mean-only, not for a general p"
     if kind == "topk" and k is not None and k > kernels.MAX_K:
         return f"the Top(k) kernel takes k <= {kernels.MAX_K}, got k={k}"
-    if kind in ("linf", "topk", "range") and input.dim() >= 2:
+    if input.dim() >= 2:
         groups = kernels.groups_of(view_of(input), input.element_size(), k or 1)
         if groups > kernels.MAX_GROUPS:
             return f"{groups} groups a channel are more than the {kernels.MAX_GROUPS} that the selection kernel holds"
@@ -150,15 +155,24 @@ def _say(what: str, backend: Backend, input: Tensor) -> None:
         _log_once(f"{what} falls back to {backend.name}: {backend.reason}")
 
 
-_kind = functools.cache(statistic_kind)
-_constant = functools.lru_cache(typed=True)(scale_constant)  # True is no constant, but equals 1
-
-
 def _check_devices(input: Tensor, *others: Tensor | None) -> None:
     """A kernel that is handed memory of another device spoils the GPU for the whole process: say so before."""
+    device = input.device
     for other in others:
-        if other is not None and other.device != input.device:
-            raise ValueError(f"all tensors must be on the input's device {input.device}, got one on {other.device}")
+        if other is not None and other.device != device:
+            raise ValueError(f"all tensors must be on the input's device {device}, got one on {other.device}")
+
+
+def _counts_late(num_batches_tracked: Tensor | None, input: Tensor) -> bool:
+    """Whether the number of batches is not one that a kernel can raise."""
+    return num_batches_tracked is not None and (
+        num_batches_tracked.dtype != torch.int64 or num_batches_tracked.device != input.device
+    )
+
+
+def _count(num_batches_tracked: Tensor | None) -> None:
+    if num_batches_tracked is not None:
+        num_batches_tracked.add_(1)
 
 
 def batch_norm(
@@ -177,10 +191,13 @@ def batch_norm(
     act: str | None = None,
     residual: Tensor | None = None,
     memory: str = "exact",
+    num_batches_tracked: Tensor | None = None,
 ) -> Tensor:
     """Batch norm of any kind; see :func:`normmatters.functional.lp_batch_norm` for the equation.
 
-    input and residual: (N, C, ...); the other tensors: (C,).
+    ``num_batches_tracked`` is raised by one, by the kernel where there is one: a launch of its own would take longer.
+
+    input and residual: (N, C, ...); num_batches_tracked: (); the other tensors: (C,).
 
     Example::
 
@@ -190,7 +207,7 @@ def batch_norm(
     """
     return linked_batch_norm(
         input, running_mean, running_var, weight, bias, training, momentum, eps,
-        p=p, k=k, constant=constant, act=act, residual=residual, memory=memory,
+        p=p, k=k, constant=constant, act=act, residual=residual, memory=memory, num_batches_tracked=num_batches_tracked,
     )[0]  # fmt: skip
 
 
@@ -212,13 +229,14 @@ def linked_batch_norm(
     memory: str = "exact",
     link: Tensor | None = None,
     linked: bool = False,
+    num_batches_tracked: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """:func:`batch_norm`, and a link to its output if ``linked`` (see :mod:`normmatters.kernels.ops`), or None.
 
     ``link`` is what the batch norm that made ``residual`` gave with it. Where no kernel runs there are no links: one
     that comes is left alone, and the residual's gradient goes the usual way.
 
-    input and residual: (N, C, ...); the other tensors: (C,).
+    input and residual: (N, C, ...); num_batches_tracked: (); the other tensors: (C,).
 
     Example::
 
@@ -229,7 +247,7 @@ def linked_batch_norm(
     """
     backend = batch_norm_backend(input, training=training, p=p, k=k, memory=memory)
     if backend.name == "triton":
-        from normmatters.kernels import ops
+        from normmatters.kernels.ops import batch_norm as kernel  # of the module itself: quicker than of the package
 
         kind = _kind(p, k)
         check_batch_norm(
@@ -239,7 +257,8 @@ def linked_batch_norm(
         C = _constant(p, int(input.numel() // input.shape[1]), k, constant)
         if residual is not None and residual.dtype != input.dtype:
             residual, link = residual.to(input.dtype), None
-        return ops.batch_norm(
+        late = _counts_late(num_batches_tracked, input)
+        output, link = kernel(
             input,
             running_mean,
             running_var,
@@ -255,7 +274,10 @@ def linked_batch_norm(
             memory=memory,
             link=link,
             linked=linked,
+            batches=None if late else num_batches_tracked,
         )
+        _count(num_batches_tracked if late else None)
+        return output, link
     if training:
         _say("batch norm", backend, input)
     plain = precision.batch_norm if backend.name == "arithmetic" else hand_derived.batch_norm
@@ -274,6 +296,7 @@ def linked_batch_norm(
         act=act,
         residual=residual,
     )
+    _count(num_batches_tracked)
     return output, None
 
 
@@ -292,11 +315,13 @@ def pooled_batch_norm(
     constant: str | float = "exact",
     act: str | None = None,
     memory: str = "exact",
+    num_batches_tracked: Tensor | None = None,
 ) -> Tensor:
     """:func:`batch_norm`, then a max pool over 3×3 windows with stride 2 and padding 1; in one where kernels can.
 
-    input: (N, C, H, W); output: (N, C, ⌈H/2⌉, ⌈W/2⌉); the other tensors: (C,). In one, the x that won each window and a
-    byte with it are kept for the backward pass, whatever ``memory`` is, and its gradients are right to rounding.
+    input: (N, C, H, W); output: (N, C, ⌈H/2⌉, ⌈W/2⌉); num_batches_tracked: (); the other tensors: (C,).
+    In one, the x that won each window and a byte with it are kept for the backward pass, whatever ``memory`` is, and
+    its gradients are right to rounding.
 
     Example::
 
@@ -310,15 +335,21 @@ def pooled_batch_norm(
         kind = _kind(p, k)
         reason = _why_not_pooled_kernel(input, kind, act)
         if not reason:
-            from normmatters.kernels import pooled_ops
+            from normmatters.kernels.pooled_ops import pooled_batch_norm as kernel
 
             check_batch_norm(input, *tensors, training, eps, kind=kind, k=k, act=act, residual=None)
             _check_devices(input, *tensors)
             C = _constant(p, int(input.numel() // input.shape[1]), k, constant)
-            return pooled_ops.pooled_batch_norm(input, *tensors, momentum, eps, constant=C)
+            late = _counts_late(num_batches_tracked, input)
+            output = kernel(input, *tensors, momentum, eps, constant=C, batches=None if late else num_batches_tracked)
+            _count(num_batches_tracked if late else None)
+            return output
         _say("max pool behind a batch norm", Backend("plain", reason), input)
-    options = {"p": p, "k": k, "constant": constant, "act": act, "memory": memory}
-    return max_pool(batch_norm(input, *tensors, training, momentum, eps, **options))  # type: ignore[arg-type]
+    output = batch_norm(
+        input, *tensors, training, momentum, eps,
+        p=p, k=k, constant=constant, act=act, memory=memory, num_batches_tracked=num_batches_tracked,
+    )  # fmt: skip
+    return max_pool(output)
 
 
 def max_pool(input: Tensor) -> Tensor:

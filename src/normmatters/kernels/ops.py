@@ -23,7 +23,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from normmatters.kernels.library import LIBRARY, needs_operators, on_device, register
+from normmatters.kernels.library import (
+    LIBRARY,
+    any_requires_grad,
+    as_gradient_of,
+    needs_operators,
+    on_device,
+    once_differentiable,
+    register,
+)
 from normmatters.kernels.triton import batch_norm as kernels
 from normmatters.kernels.triton.layout import memory_format, view_of
 
@@ -108,6 +116,11 @@ def _link(z: Tensor, linked: bool) -> Tensor:
     return z.new_zeros(1).expand(z.shape) if linked else z.new_empty(0)
 
 
+def eager_link(z: Tensor) -> Tensor:
+    """A link without the kernel that would set its number, which nobody reads."""
+    return z.new_empty_strided(z.shape, (0,) * z.dim())
+
+
 def _fake_apply(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -173,7 +186,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     elif kind != "mean":
         saved = _dense(x)
     ctx.save_for_backward(saved, code, count, statistics, index, weight, bias)
-    need_dresidual = any(t is not None and t.requires_grad for t in (residual, link))
+    need_dresidual = any_requires_grad(residual, link)
     channels_last = memory_format(x) is not torch.contiguous_format
     ctx.linked, ctx.through_link = linked, link is not None
     ctx.arguments = (kind, k, constant, relu, residual is not None, lean, need_dresidual, channels_last)
@@ -191,8 +204,8 @@ def _input_gradients(ctx: Any, g: Tensor, link: Tensor | None, backward: Any) ->
         dresidual = g
     return (
         dx,
-        None if weight is None else dweight.to(weight.dtype),
-        None if bias is None else dbias.to(bias.dtype),
+        as_gradient_of(weight, dweight),
+        as_gradient_of(bias, dbias),
         dresidual if need_dresidual and not ctx.through_link else None,
         dresidual if need_dresidual and ctx.through_link else None,
     )
@@ -233,19 +246,22 @@ class _BatchNorm(torch.autograd.Function):
         added = residual
         if residual is not None:  # before the statistics, so that nothing is launched between them and what follows
             added = residual.contiguous(memory_format=memory_format(x))
+        kind, _, _, relu, lean, save, linked = options
         finalize = kernels.sums(x, *running)
         if finalize is None:
             statistics, index = kernels.statistics(x, *running)
         else:
             statistics, index = x.new_empty((3, x.shape[1]), dtype=torch.float32), None
-        output = _apply(x, weight, bias, added, link, statistics, index, *options, early=True, finalize=finalize)
-        *_, save, linked = options
+        output = kernels.normalize(
+            x, weight, bias, added, statistics, kind, relu=relu, lean=lean, save=save, early=True, finalize=finalize
+        )
         if save:
             _save(ctx, (x, weight, bias, residual, link, statistics, index, *options), output)
-        return (output[0], output[3]) if linked else output[0]
+        z = output[0]
+        return (z, eager_link(z)) if linked else z
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, g: Tensor, link: Tensor | None = None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         return *_input_gradients(ctx, g, link, _gradients), None, None
 
@@ -267,22 +283,28 @@ def batch_norm(
     memory: str,
     link: Tensor | None = None,
     linked: bool = False,
+    batches: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """A training step's batch norm, and its link if ``linked``; the dispatcher has checked the arguments."""
-    weight, bias = (None if t is None else t.contiguous() for t in (weight, bias))
+    """A training step's batch norm, and its link if ``linked``; the dispatcher has checked the arguments.
+
+    ``batches`` is raised by one.
+    """
+    weight, bias = weight if weight is None else weight.contiguous(), bias if bias is None else bias.contiguous()
     relu = act == "relu"
     lean = memory == "lean" and kind == "l1"  # the other statistics' gradients need the input itself
     if link is not None and residual is not None:
         residual = residual.detach()  # its gradient takes the link
-    save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias, residual, link))
+    save = torch.is_grad_enabled() and any_requires_grad(x, weight, bias, residual, link)
     linked = linked and save
     running = (running_mean, running_var, momentum, eps, kind, k or 0, constant)
     options = (kind, k or 0, constant, relu, lean, save, linked)
     if not needs_operators():
         with on_device(x.device):
-            out = _BatchNorm.apply(x, weight, bias, residual, link, running, options)
+            out = _BatchNorm.apply(x, weight, bias, residual, link, (*running, batches), options)
         return out if linked else (out, None)
     with torch.no_grad():
         statistics, index = torch.ops.normmatters.batch_norm_statistics(x.detach(), *running)
     z, _, _, out = torch.ops.normmatters.batch_norm_apply(x, weight, bias, residual, link, statistics, index, *options)
+    if batches is not None:
+        batches.add_(1)
     return z, out if linked else None

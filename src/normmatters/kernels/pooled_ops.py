@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 
 from normmatters.kernels import ops  # noqa: F401 (registers the statistics)
-from normmatters.kernels.library import LIBRARY, needs_operators, on_device, register
+from normmatters.kernels.library import (
+    LIBRARY,
+    any_requires_grad,
+    needs_operators,
+    on_device,
+    once_differentiable,
+    register,
+)
 from normmatters.kernels.triton import batch_norm as whole
 from normmatters.kernels.triton import pooled_batch_norm as kernels
 
@@ -128,7 +135,7 @@ class _PooledBatchNorm(torch.autograd.Function):
         return output[0]
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         return *_input_gradients(ctx, g, _backward), None, None
 
@@ -143,17 +150,23 @@ def pooled_batch_norm(
     eps: float,
     *,
     constant: float,
+    batches: Tensor | None = None,
 ) -> Tensor:
-    """A training step's L1 batch norm, ReLU and pool of a channels-last ``x``; the dispatcher has checked them."""
-    weight, bias = (None if t is None else t.contiguous() for t in (weight, bias))
-    save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
+    """A training step's L1 batch norm, ReLU and pool of a channels-last ``x``; the dispatcher has checked them.
+
+    ``batches`` is raised by one.
+    """
+    weight, bias = weight if weight is None else weight.contiguous(), bias if bias is None else bias.contiguous()
+    save = torch.is_grad_enabled() and any_requires_grad(x, weight, bias)
     running = (running_mean, running_var, momentum, eps, "l1", 0, constant)
     options = (constant, save)
     if not needs_operators():
         with on_device(x.device):
-            out: Tensor = _PooledBatchNorm.apply(x, weight, bias, running, options)
+            out: Tensor = _PooledBatchNorm.apply(x, weight, bias, (*running, batches), options)
         return out
     with torch.no_grad():
         statistics, _ = torch.ops.normmatters.batch_norm_statistics(x.detach(), *running)
     z: Tensor = torch.ops.normmatters.pooled_batch_norm_apply(x, weight, bias, statistics, *options)[0]
+    if batches is not None:
+        batches.add_(1)
     return z

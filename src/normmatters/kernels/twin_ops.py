@@ -11,8 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from normmatters.kernels.library import LIBRARY, needs_operators, on_device, register
-from normmatters.kernels.ops import _dense, _format, _link
+from normmatters.kernels.library import (
+    LIBRARY,
+    any_requires_grad,
+    needs_operators,
+    on_device,
+    once_differentiable,
+    register,
+)
+from normmatters.kernels.ops import _dense, _format, _link, eager_link
 from normmatters.kernels.triton import batch_norm
 from normmatters.kernels.triton import twin_batch_norm as kernels
 from normmatters.kernels.triton.layout import memory_format, view_of
@@ -144,20 +151,22 @@ class _TwinBatchNorm(torch.autograd.Function):
         statistics2, _ = batch_norm.statistics(x2, *running[1])
         statistics1, _ = batch_norm.statistics(x1, *running[0])
         inputs = (x1, weight1, bias1, x2, weight2, bias2, statistics1, statistics2, *options)
-        output = _apply(*inputs)
-        *_, save, linked = options
+        *_, lean, save, linked = options
+        first, second = Normed(weight1, bias1, statistics1), Normed(weight2, bias2, statistics2)
+        output = kernels.normalize(x1, first, x2, second, lean=lean, save=save)
         if save:
             _save(ctx, inputs, output)
-        return (output[0], output[2]) if linked else output[0]
+        z = output[0]
+        return (z, eager_link(z)) if linked else z
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, g: Tensor, link: Tensor | None = None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         return *_input_gradients(ctx, g, link, _backward), None, None
 
 
-#: Running mean and variance, weight, bias, momentum, eps and constant of one norm.
-State = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, float, float, float]
+#: Running mean and variance, weight, bias, momentum, eps, constant and number of batches (raised by one) of one norm.
+State = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, float, float, float, Tensor | None]
 
 
 def twin_batch_norm(
@@ -166,18 +175,21 @@ def twin_batch_norm(
     """relu(norm₁(x₁) + norm₂(x₂)) in training, and its link if ``linked``; the dispatcher has checked the arguments."""
     tensors: list[Tensor | None] = []
     running = []
-    for x, (running_mean, running_var, weight, bias, momentum, eps, constant) in ((x1, first), (x2, second)):
+    for x, (running_mean, running_var, weight, bias, momentum, eps, constant, batches) in ((x1, first), (x2, second)):
         tensors += [x, *(None if t is None else t.contiguous() for t in (weight, bias))]
-        running.append((running_mean, running_var, momentum, eps, "l1", 0, constant))
-    save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+        running.append((running_mean, running_var, momentum, eps, "l1", 0, constant, batches))
+    save = torch.is_grad_enabled() and any_requires_grad(*tensors)
     linked = linked and save
-    options = (first[-1], second[-1], memory == "lean", save, linked)
+    options = (first[-2], second[-2], memory == "lean", save, linked)
     if not needs_operators():
         with on_device(x1.device):
             out = _TwinBatchNorm.apply(*tensors, tuple(running), options)
         return out if linked else (out, None)
     with torch.no_grad():
-        statistics2, _ = torch.ops.normmatters.batch_norm_statistics(x2.detach(), *running[1])
-        statistics1, _ = torch.ops.normmatters.batch_norm_statistics(x1.detach(), *running[0])
+        statistics2, _ = torch.ops.normmatters.batch_norm_statistics(x2.detach(), *running[1][:-1])
+        statistics1, _ = torch.ops.normmatters.batch_norm_statistics(x1.detach(), *running[0][:-1])
     z, _, link = torch.ops.normmatters.twin_batch_norm_apply(*tensors, statistics1, statistics2, *options)
+    for *_, batches in running:
+        if batches is not None:
+            batches.add_(1)
     return z, link if linked else None

@@ -95,30 +95,31 @@ class _LpBatchNorm(_NormBase):
 
     def _forward(self, normalize: Callable[..., T], input: Tensor, residual: Tensor | None, *links: Any) -> T:
         self._check_input_dim(input)
+        buffers = self._buffers  # attributes of a module are looked for here last, and take several times as long
         tracked = self.training and self.track_running_stats and not _recomputing()
-        count = self.num_batches_tracked if tracked else None
+        count = buffers["num_batches_tracked"] if tracked else None
         momentum = self.momentum
-        if momentum is None:  # cumulative average: the count is raised below, once nothing can fail any more
+        if momentum is None:  # cumulative average: the count is raised later, once nothing can fail any more
             momentum = 0.0 if count is None else 1.0 / (float(count) + 1)
+        running_mean, running_var = buffers["running_mean"], buffers["running_var"]
         use_buffers = tracked or not self.training
-        output = normalize(
+        return normalize(
             input,
-            self.running_mean if use_buffers else None,
-            self.running_var if use_buffers else None,
-            self.training or (self.running_mean is None and self.running_var is None),
+            running_mean if use_buffers else None,
+            running_var if use_buffers else None,
+            count,
+            self.training or (running_mean is None and running_var is None),
             momentum,
             residual,
             *links,
         )
-        if count is not None:
-            count.add_(1)
-        return output
 
     def _batch_norm(
         self,
         input: Tensor,
         running_mean: Tensor | None,
         running_var: Tensor | None,
+        count: Tensor | None,
         training: bool,
         momentum: float,
         residual: Tensor | None,
@@ -126,8 +127,8 @@ class _LpBatchNorm(_NormBase):
         """The normalization itself; :class:`~normmatters.nn.sync.SyncLpBatchNorm` takes it over several processes."""
         statistics = (running_mean, running_var, self.weight, self.bias, training, momentum, self.eps)
         if self.pool is not None and residual is None:
-            return dispatch.pooled_batch_norm(input, *statistics, **self._options())
-        return self._pooled(dispatch.batch_norm(input, *statistics, residual=residual, **self._options()))
+            return dispatch.pooled_batch_norm(input, *statistics, **self._options(count))
+        return self._pooled(dispatch.batch_norm(input, *statistics, residual=residual, **self._options(count)))
 
     def _pooled(self, output: Tensor) -> Tensor:
         return output if self.pool is None else dispatch.max_pool(output)
@@ -137,6 +138,7 @@ class _LpBatchNorm(_NormBase):
         input: Tensor,
         running_mean: Tensor | None,
         running_var: Tensor | None,
+        count: Tensor | None,
         training: bool,
         momentum: float,
         residual: Tensor | None,
@@ -144,13 +146,20 @@ class _LpBatchNorm(_NormBase):
         linked: bool,
     ) -> tuple[Tensor, Tensor | None]:
         if self.pool is not None:  # a link belongs to what is not pooled
-            return self._batch_norm(input, running_mean, running_var, training, momentum, residual), None
+            return self._batch_norm(input, running_mean, running_var, count, training, momentum, residual), None
         statistics = (running_mean, running_var, self.weight, self.bias, training, momentum, self.eps)
-        options = self._options()
+        options = self._options(count)
         return dispatch.linked_batch_norm(input, *statistics, residual=residual, link=link, linked=linked, **options)
 
-    def _options(self) -> dict[str, Any]:
-        return {"p": self.p, "k": self.k, "constant": self.constant, "act": self.act, "memory": self.memory}
+    def _options(self, count: Tensor | None) -> dict[str, Any]:
+        return {
+            "p": self.p,
+            "k": self.k,
+            "constant": self.constant,
+            "act": self.act,
+            "memory": self.memory,
+            "num_batches_tracked": count,
+        }
 
     def reset_parameters(self) -> None:
         """Reset the running statistics, the weight to 1 and the bias to 0."""

@@ -99,13 +99,14 @@ class SyncLpBatchNorm(_LpBatchNorm):
         input: Tensor,
         running_mean: Tensor | None,
         running_var: Tensor | None,
+        batches: Tensor | None,
         training: bool,
         momentum: float,
         residual: Tensor | None,
     ) -> Tensor:
         distributed = self.training and dist.is_available() and dist.is_initialized()
         if not distributed or dist.get_world_size(self.process_group) == 1:
-            return super()._batch_norm(input, running_mean, running_var, training, momentum, residual)
+            return super()._batch_norm(input, running_mean, running_var, batches, training, momentum, residual)
         if precision.active() is not None:
             raise RuntimeError("precision.arithmetic does not reach over several processes; leave it or the group")
         kind = statistic_kind(self.p, self.k)
@@ -122,6 +123,8 @@ class SyncLpBatchNorm(_LpBatchNorm):
         squared = None if kind == "mean" else s.square()
         n = count.clamp(min=2)
         update_running_statistics(running_mean, running_var, mean, squared, n, momentum_or_none, kind=kind)
+        if batches is not None:
+            batches.add_(1)
         return self._pooled(output)
 
     def _linked_batch_norm(self, *arguments: Any) -> tuple[Tensor, None]:

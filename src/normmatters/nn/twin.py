@@ -8,7 +8,7 @@ from torch import Tensor
 
 from normmatters.functional.checks import check_batch_norm
 from normmatters.kernels import dispatch
-from normmatters.kernels.dispatch import _check_devices, _constant
+from normmatters.kernels.dispatch import _check_devices, _constant, _count, _counts_late
 from normmatters.nn.batchnorm import _LpBatchNorm
 
 
@@ -65,11 +65,11 @@ def _run(
     other_state: tuple[Any, ...],
     linked: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Check both, then run both; a state is (running_mean, running_var, training, momentum, residual)."""
+    """Check both, then run both; a state is (running_mean, running_var, count, training, momentum, residual)."""
     from normmatters.kernels import twin_ops
 
-    states = []
-    for one, x, (running_mean, running_var, training, momentum, _) in (
+    states, late = [], []
+    for one, x, (running_mean, running_var, count, training, momentum, _) in (
         (norm, input, state),
         (other, other_input, other_state),
     ):
@@ -77,5 +77,11 @@ def _run(
         check_batch_norm(x, *tensors, training, one.eps, kind="l1")
         _check_devices(x, *tensors)
         constant = _constant(1, int(x.numel() // x.shape[1]), None, one.constant)
-        states.append((*tensors, momentum, one.eps, constant))
-    return twin_ops.twin_batch_norm(input, states[0], other_input, states[1], memory=norm.memory, linked=linked)
+        if _counts_late(count, x):
+            late.append(count)
+            count = None
+        states.append((*tensors, momentum, one.eps, constant, count))
+    output = twin_ops.twin_batch_norm(input, states[0], other_input, states[1], memory=norm.memory, linked=linked)
+    for count in late:
+        _count(count)
+    return output

@@ -68,6 +68,7 @@ def normalize_kernel(
     scratch_ptr,
     running_mean_ptr,
     running_var_ptr,
+    batches_ptr,
     z_ptr,
     code_ptr,
     count_ptr,
@@ -84,6 +85,7 @@ def normalize_kernel(
     KIND: tl.constexpr,
     FINALIZE: tl.constexpr,
     HAS_RUNNING: tl.constexpr,
+    COUNTS: tl.constexpr,
     BLOCK_S: tl.constexpr,
     SPLITS: tl.constexpr,
     CONTIGUOUS: tl.constexpr,
@@ -129,8 +131,8 @@ def normalize_kernel(
         inverse, _ = scale_factors(mean, scale, eps, KIND)
         if split == 0:
             write_statistics(
-                stats_ptr, running_mean_ptr, running_var_ptr, channel, inside, channels,
-                mean, scale, momentum, eps, unbias, HAS_RUNNING, KIND,
+                stats_ptr, running_mean_ptr, running_var_ptr, batches_ptr, channel, inside, channels,
+                mean, scale, momentum, eps, unbias, HAS_RUNNING, COUNTS, KIND,
             )  # fmt: skip
     else:
         mean = tl.load(stats_ptr + channel, mask=inside, other=0.0)

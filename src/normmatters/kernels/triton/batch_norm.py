@@ -11,7 +11,6 @@ from torch import Tensor
 from normmatters.kernels.triton import apply, select, stats
 from normmatters.kernels.triton.launch import Launch
 from normmatters.kernels.triton.layout import (
-    CACHED,
     ROWS_PER_CODE,
     Tiling,
     View,
@@ -125,6 +124,21 @@ def has_of(affine: Affine) -> dict[str, bool]:
     return {"HAS_WEIGHT": affine[0] is not None, "HAS_BIAS": affine[1] is not None}
 
 
+class Moved(NamedTuple):
+    """What moves beside the statistics: the dtypes of the running ones, if there are, and whether batches count."""
+
+    running: tuple[torch.dtype, torch.dtype] | None
+    counts: bool
+
+    @property
+    def constants(self) -> dict[str, bool]:
+        """As the kernels ask for it."""
+        return {"HAS_RUNNING": self.running is not None, "COUNTS": self.counts}
+
+
+_NOTHING_MOVES = Moved(None, counts=False)
+
+
 def rounding_of(dtype: torch.dtype) -> dict[str, float]:
     """What storing an output of this dtype loses, as the kernels ask for it."""
     return {"ROUNDING": _ROUNDING[dtype], "TINY": _TINY[dtype]}
@@ -142,9 +156,7 @@ class StatisticsPlan(NamedTuple):
 
 
 @functools.cache
-def _statistics_plan(
-    view: View, dtype: torch.dtype, kind: str, k: int, running: tuple[torch.dtype, torch.dtype] | None
-) -> StatisticsPlan:
+def _statistics_plan(view: View, dtype: torch.dtype, kind: str, k: int, moved: Moved) -> StatisticsPlan:
     itemsize = dtype.itemsize
     number = KINDS[kind]
     contiguous = view.spatial > 1
@@ -185,7 +197,7 @@ def _statistics_plan(
             {
                 "K": keep,
                 "KIND": number,
-                "HAS_RUNNING": running is not None,
+                **moved.constants,
                 "KEEP_R": keep > 1,
                 "GROUP": tiling.group,
                 "BLOCK_R": tiling.block_r,
@@ -201,7 +213,7 @@ def _statistics_plan(
             (*sizes, tiling.splits, per_channel, samples, min(view.n, BEND_SAMPLES), view.n),
             {
                 "KIND": number,
-                "HAS_RUNNING": running is not None,
+                **moved.constants,
                 "PILOT_IS_SAMPLE": samples < view.n,
                 "PILOT_SPLITS": pilot_splits,
                 "BLOCK_S": next_power_of_2(min(view.n, BEND_SAMPLES)),
@@ -267,21 +279,27 @@ def statistics(
     kind: str,
     k: int,
     constant: float,
+    batches: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """μ, 1/D and s/D as rows of one [3, C] tensor, and the extreme elements' offsets; moves the running statistics."""
+    """μ, 1/D and s/D as rows of one [3, C] tensor, and the extreme elements' offsets; moves the running statistics.
+
+    ``batches``, an int64 in the device's memory, is raised by one.
+    """
     view = view_of(x)
     out = _empty(x, 3, view.channels)
-    whole = sums(x, running_mean, running_var, momentum, eps, kind, k, constant)
+    whole = sums(x, running_mean, running_var, momentum, eps, kind, k, constant, batches)
     if whole is not None:
-        launch = _whole_plan(view, x.dtype, kind, whole.running)
-        launch((x, whole.scratch, out, whole.running_mean, whole.running_var), whole.numbers)
+        launch = _whole_plan(view, x.dtype, kind, whole.moved)
+        launch((x, whole.scratch, out, whole.running_mean, whole.running_var, whole.batches), whole.numbers)
         return out, None
     has_running = running_mean is not None or running_var is not None
     # Where only one of them is kept, the other one moves in vain.
     unused = _empty(x, view.channels) if has_running and (running_mean is None or running_var is None) else out
     rm = unused if running_mean is None else running_mean.contiguous()
     rv = unused if running_var is None else running_var.contiguous()
-    plan = _statistics_plan(view, x.dtype, kind, k, (rm.dtype, rv.dtype) if has_running else None)
+    moved = Moved((rm.dtype, rv.dtype) if has_running else None, batches is not None)
+    number = out if batches is None else batches
+    plan = _statistics_plan(view, x.dtype, kind, k, moved)
     scratch = _empty(x, plan.scratch)
     if plan.pilot is not None:
         plan.pilot((x, scratch))
@@ -290,13 +308,13 @@ def statistics(
     numbers = (constant, momentum, eps, plan.unbias)
     if not plan.extremes:
         index = None
-        plan.finish((x, scratch, out, rm, rv), numbers)
+        plan.finish((x, scratch, out, rm, rv, number), numbers)
     else:
         index = _empty(x, kept(kind, k), view.channels, dtype=torch.int64)
-        plan.finish((x, scratch, extremes, out, index, rm, rv), numbers)
-    for kept_by_caller, moved in ((running_mean, rm), (running_var, rv)):
-        if kept_by_caller is not None and kept_by_caller is not moved:
-            kept_by_caller.copy_(moved)
+        plan.finish((x, scratch, extremes, out, index, rm, rv, number), numbers)
+    for kept_by_caller, new in ((running_mean, rm), (running_var, rv)):
+        if kept_by_caller is not None and kept_by_caller is not new:
+            kept_by_caller.copy_(new)
     return out, index
 
 
@@ -319,7 +337,7 @@ def _normalize_plan(
     save: bool,
     early: bool,
     finalize: bool,
-    running: tuple[torch.dtype, torch.dtype] | None,
+    moved: Moved,
 ) -> NormalizePlan:
     tiling = apply_tiling_of(view, dtype.itemsize)
     bits = code_bits(kind, relu=relu, residual=residual, lean=lean) if save else 0
@@ -330,7 +348,7 @@ def _normalize_plan(
         {
             "KIND": KINDS[kind],
             "FINALIZE": finalize,
-            "HAS_RUNNING": running is not None,
+            **moved.constants,
             "BLOCK_S": next_power_of_2(tiling.splits),
             "SPLITS": tiling.splits,
             "CONTIGUOUS": view.spatial > 1,
@@ -347,7 +365,7 @@ def _normalize_plan(
         },
         num_warps=tiling.num_warps,
         # With a residual, two tensors are on their way at a time: fewer programs, more loads each.
-        maxnreg=None if residual and not is_small(view, dtype.itemsize) else MAX_REGISTERS,
+        maxnreg=None if residual else MAX_REGISTERS,
     )
     saved = saved_shapes(view, dtype.itemsize, kind, relu=relu, residual=residual, lean=lean, save=save)
     return NormalizePlan(launch, saved)
@@ -359,7 +377,8 @@ class Finalize(NamedTuple):
     scratch: Tensor
     running_mean: Tensor
     running_var: Tensor
-    running: tuple[torch.dtype, torch.dtype] | None
+    batches: Tensor
+    moved: Moved
     numbers: tuple[float, float, float, float]  # constant, momentum, eps, n/(n−1)
 
 
@@ -383,19 +402,20 @@ def normalize(
     read before it has ended. With ``finalize``, ``statistics`` is written, not read.
     """
     has_residual, finalizes = residual is not None, finalize is not None
-    running = None if finalize is None else finalize.running
+    if finalize is None:
+        finalize = Finalize(statistics, statistics, statistics, statistics, _NOTHING_MOVES, (0.0, 0.0, 0.0, 0.0))
+    scratch, rm, rv, batches, moved, numbers = finalize
     plan = _normalize_plan(
-        view_of(x), x.dtype, affine_of(weight, bias), has_residual, kind, relu, lean, save, early, finalizes, running
+        view_of(x), x.dtype, affine_of(weight, bias), has_residual, kind, relu, lean, save, early, finalizes, moved
     )
     z = torch.empty_like(x)
-    saved = plan.saved
-    code = _empty(x, *saved.code, dtype=saved.code_dtype)
-    count = _empty(x, *saved.counts, dtype=saved.count_dtype)
+    saved, device = plan.saved, x.device
+    code = torch.empty(saved.code, dtype=saved.code_dtype, device=device)
+    count = torch.empty(saved.counts, dtype=saved.count_dtype, device=device)
     w = statistics if weight is None else weight
     b = statistics if bias is None else bias
     r = x if residual is None else residual
-    scratch, rm, rv, _, numbers = finalize or Finalize(statistics, statistics, statistics, None, (0.0, 0.0, 0.0, 0.0))
-    plan.launch((x, r, w, b, statistics, scratch, rm, rv, z, code, count), numbers)
+    plan.launch((x, r, w, b, statistics, scratch, rm, rv, batches, z, code, count), numbers)
     return z, code, count
 
 
@@ -409,7 +429,9 @@ class SumsPlan(NamedTuple):
 
 
 @functools.cache
-def _sums_plan(view: View, dtype: torch.dtype, kind: str) -> SumsPlan:
+def _sums_plan(view: View, dtype: torch.dtype, kind: str) -> SumsPlan | None:
+    if not is_small(view, dtype.itemsize) or kind not in ("l1", "l2", "mean"):
+        return None
     tiling = apply_tiling_of(view, dtype.itemsize)
     grid = (-(-view.cols // tiling.block_c), tiling.splits)
     even = _even(view, tiling)
@@ -451,7 +473,7 @@ def _sums_plan(view: View, dtype: torch.dtype, kind: str) -> SumsPlan:
 
 
 @functools.cache
-def _whole_plan(view: View, dtype: torch.dtype, kind: str, running: tuple[torch.dtype, torch.dtype] | None) -> Launch:
+def _whole_plan(view: View, dtype: torch.dtype, kind: str, moved: Moved) -> Launch:
     tiling = apply_tiling_of(view, dtype.itemsize)
     return _launch(
         stats.whole_finalize_kernel,
@@ -459,7 +481,7 @@ def _whole_plan(view: View, dtype: torch.dtype, kind: str, running: tuple[torch.
         (view.rows, view.cols),
         {
             "KIND": KINDS[kind],
-            "HAS_RUNNING": running is not None,
+            **moved.constants,
             "SPLITS": tiling.splits,
             "BLOCK_S": next_power_of_2(tiling.splits),
             "BLOCK_C": tiling.block_c,
@@ -477,25 +499,28 @@ def sums(
     kind: str,
     k: int,
     constant: float,
+    batches: Tensor | None = None,
 ) -> Finalize | None:
     """What :func:`normalize` needs to make the statistics itself; None where that does not pay or cannot be done."""
-    view = view_of(x)
-    has_running = running_mean is not None
-    if not is_small(view, x.element_size(), CACHED) or kind not in ("l1", "l2", "mean"):
+    plan = _sums_plan(view_of(x), x.dtype, kind)
+    if plan is None:
         return None
-    if has_running != (running_var is not None) or (
-        has_running and not (running_mean.is_contiguous() and running_var.is_contiguous())  # type: ignore[union-attr]
-    ):
+    running = None
+    if running_mean is not None and running_var is not None:
+        if not (running_mean.is_contiguous() and running_var.is_contiguous()):
+            return None
+        running = (running_mean.dtype, running_var.dtype)
+    elif running_mean is not running_var:
         return None
-    plan = _sums_plan(view, x.dtype, kind)
-    scratch = _empty(x, plan.scratch)
+    scratch = torch.empty(plan.scratch, dtype=torch.float32, device=x.device)
     plan.sums((x, scratch, scratch))
     if plan.deviations is not None:
         plan.deviations((x, scratch))
     numbers = (constant, momentum, eps, plan.unbias)
     if running_mean is None or running_var is None:
-        return Finalize(scratch, scratch, scratch, None, numbers)
-    return Finalize(scratch, running_mean, running_var, (running_mean.dtype, running_var.dtype), numbers)
+        running_mean = running_var = scratch
+    moved = Moved(running, batches is not None)
+    return Finalize(scratch, running_mean, running_var, scratch if batches is None else batches, moved, numbers)
 
 
 class GradientPlan(NamedTuple):
@@ -636,7 +661,9 @@ def gradient(
     plan = _gradient_plan(view, g.dtype, affine_of(weight, bias), kind, k, relu, residual, lean, need_dresidual, linked)
     w = statistics if weight is None else weight
     b = statistics if bias is None else bias
-    scratch, dweight, dbias = _empty(g, plan.scratch), _empty(g, view.channels), _empty(g, view.channels)
+    scratch = torch.empty(plan.scratch, dtype=torch.float32, device=g.device)
+    dweight = torch.empty(view.channels, dtype=torch.float32, device=g.device)
+    dbias = torch.empty_like(dweight)
     dx = torch.empty_like(g)
     # Without a ReLU the residual's gradient is g itself: the caller hands that on.
     behind = torch.empty_like(g) if linked or (need_dresidual and relu) else dx

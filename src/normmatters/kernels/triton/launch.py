@@ -3,7 +3,8 @@
 Triton works out the types, alignments and special values of some thirty arguments at every launch; on a small layer
 that takes longer than the kernel runs. A :class:`Launch` belongs to one shape, dtype and set of options, from which all
 its integers follow, so the compiled kernel is kept and launched directly. Only the pointers' alignment can differ from
-call to call: where one is not a multiple of 16 bytes, Triton's own way is taken.
+call to call: where one is not a multiple of 16 bytes, Triton's own way is taken, as it is while somebody listens to its
+launches (its profiler does).
 
 From compute capability 9.0 on, a kernel's programs take their places while the kernel before still runs (programmatic
 dependent launch), and :func:`wait_for_previous`, the first thing that each of them does, holds them there until it has
@@ -20,6 +21,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import knobs
+
+_data_ptr = Tensor.data_ptr
+# None in place of Triton's metadata for hooks, and of the two hooks: where there is one, Triton launches.
+_NO_HOOKS = (None, None, None)
 
 
 @triton.jit
@@ -58,7 +64,7 @@ class Launch:
         self.integers = integers
         self.constants = constants
         self.options = {"num_warps": num_warps, "maxnreg": maxnreg}
-        self._compiled: dict[int, tuple[Any, Any, Any]] = {}
+        self._compiled: dict[int, tuple[Any, tuple[Any, ...]]] = {}
         self.overlaps = overlaps
         self._values = (*constants.values(), *([None] if overlaps else []))  # a compiled kernel does not look at them
 
@@ -66,20 +72,37 @@ class Launch:
         """Launch on the current stream of the first tensor's device; ``numbers`` come after the integers."""
         device = tensors[0].get_device()
         found = self._compiled.get(device)
-        if found is not None:
+        if found is not None and not _watched():
             # As integers: the launcher would ask the driver about each tensor's pointer.
-            pointers = [tensor.data_ptr() for tensor in tensors]
+            pointers = [*map(_data_ptr, tensors)]
             if not functools.reduce(operator.or_, pointers) & 15:
-                run, function, metadata = found
+                launch, fixed = found
                 stream = torch._C._cuda_getCurrentRawStream(device)
-                run(
-                    *self.grid, 1, stream, function, metadata, None, None, None,
-                    *pointers, *self.integers, *numbers, *self._values,
-                )  # fmt: skip
+                launch(*self.grid, 1, stream, *fixed, *pointers, *self.integers, *numbers, *self._values)
                 return
         options = self.options
         if self.overlaps:
             options = {**options, "OVERLAP": can_overlap(device), "launch_pdl": can_overlap(device)}
         compiled = self.kernel[self.grid](*tensors, *self.integers, *numbers, **self.constants, **options)
         if compiled is not None and not any(t.data_ptr() & 15 for t in tensors):  # the interpreter gives nothing back
-            self._compiled[device] = (compiled.run, compiled.function, compiled.packed_metadata)
+            self._compiled[device] = _launcher(compiled)
+
+
+def _watched() -> bool:
+    """Whether somebody wants to know of every launch: a chain of hooks (empty if not), or a hook set in its place."""
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+
+def _launcher(compiled: Any) -> tuple[Any, tuple[Any, ...]]:
+    """What launches a compiled kernel, and its arguments between the stream and the kernel's own.
+
+    Triton 3.6's launcher is a Python function around a C function: it allocates what scratch memory the kernel asks
+    for, which none of ours does, and hands the rest on. The C function alone takes half the time.
+    """
+    run, last = compiled.run, (compiled.packed_metadata, *_NO_HOOKS)
+    if triton.__version__.startswith("3.6.") and type(run).__name__ == "CudaLauncher":
+        if run.global_scratch_size == 0 and run.profile_scratch_size == 0:
+            fixed = (compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None, *last)
+            return run.launch, fixed
+    return run, (compiled.function, *last)

@@ -78,12 +78,13 @@ def view_of(x: Tensor) -> View:
 
     Plain integers: the tiling depends on the sizes, so a compiled graph is specialized to them.
     """
-    return _view(tuple(map(int, x.shape)), x.is_contiguous())
+    # A plain tensor's sizes are integers already; a traced one's may be symbols, which no cache takes.
+    return _view(x.shape if type(x) is Tensor else tuple(map(int, x.shape)), x.is_contiguous())
 
 
 @functools.cache
 def _view(shape: tuple[int, ...], contiguous: bool) -> View:
-    batch, channels, *rest = shape
+    batch, channels, *rest = map(int, shape)
     spatial = math.prod(rest)
     if spatial == 1 or not contiguous:
         return View(batch * spatial, channels, 1)
@@ -112,15 +113,14 @@ def tiling_of(view: View, itemsize: int, programs: int = _WAVE) -> Tiling:
     return Tiling(block_c, block_r, group, splits, tiles, num_warps)
 
 
-#: Up to this size launches, not bytes, decide how long a channels-last layer takes.
+#: Up to this size launches, not bytes, decide how long a channels-last layer takes, and reading a tensor a second time
+#: costs little: most of it is still in the cache (50 MB).
 SMALL = 64 * 2**20
-#: Up to this size the tensor stays in a cache of 50 MB, output beside it, so that reading it again costs little.
-CACHED = 32 * 2**20
 
 
-def is_small(view: View, itemsize: int, limit: int = SMALL) -> bool:
+def is_small(view: View, itemsize: int) -> bool:
     """Whether programs add the partial sums of their channels themselves, instead of one more launch."""
-    return view.spatial == 1 and view.rows * view.cols * itemsize <= limit
+    return view.spatial == 1 and view.rows * view.cols * itemsize <= SMALL
 
 
 @functools.cache

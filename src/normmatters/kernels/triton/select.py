@@ -52,6 +52,7 @@ def select_kernel(
     index_ptr,
     running_mean_ptr,
     running_var_ptr,
+    batches_ptr,
     rows,
     cols,
     spatial,
@@ -70,6 +71,7 @@ def select_kernel(
     K: tl.constexpr,
     KIND: tl.constexpr,
     HAS_RUNNING: tl.constexpr,
+    COUNTS: tl.constexpr,
     KEEP_R: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -159,6 +161,6 @@ def select_kernel(
             taken = tl.where(g == group, tl.where(again > 0, chosen, -1), taken)
 
     write_statistics(
-        stats_ptr, running_mean_ptr, running_var_ptr, channel, channel < channels, channels,
-        mean, constant * statistic, momentum, eps, unbias, HAS_RUNNING, KIND,
+        stats_ptr, running_mean_ptr, running_var_ptr, batches_ptr, channel, channel < channels, channels,
+        mean, constant * statistic, momentum, eps, unbias, HAS_RUNNING, COUNTS, KIND,
     )  # fmt: skip

@@ -327,6 +327,7 @@ def write_statistics(
     stats_ptr,
     running_mean_ptr,
     running_var_ptr,
+    batches_ptr,
     channel,
     mask,
     channels,
@@ -336,9 +337,13 @@ def write_statistics(
     eps,
     unbias,
     HAS_RUNNING: tl.constexpr,
+    COUNTS: tl.constexpr,
     KIND: tl.constexpr,
 ):
-    """stats[0] = μ, stats[1] = 1/D, stats[2] = s/D; the running statistics move by ``momentum``."""
+    """stats[0] = μ, stats[1] = 1/D, stats[2] = s/D; the running statistics move by ``momentum``.
+
+    COUNTS: the program that has channel 0 adds one to the number of batches.
+    """
     inverse, ratio = scale_factors(mean, scale, eps, KIND)
     tl.store(stats_ptr + channel, mean, mask=mask)
     tl.store(stats_ptr + channels + channel, inverse, mask=mask)
@@ -349,6 +354,9 @@ def write_statistics(
         if KIND != MEAN:
             old = tl.load(running_var_ptr + channel, mask=mask, other=0.0).to(tl.float32)
             tl.store(running_var_ptr + channel, old + momentum * (scale * scale * unbias - old), mask=mask)
+    if COUNTS:
+        number = batches_ptr + 0 * channel
+        tl.store(number, tl.load(number, mask=channel == 0, other=0) + 1, mask=channel == 0)
 
 
 @triton.jit
@@ -419,6 +427,7 @@ def finalize_kernel(
     stats_ptr,
     running_mean_ptr,
     running_var_ptr,
+    batches_ptr,
     rows,
     cols,
     spatial,
@@ -435,6 +444,7 @@ def finalize_kernel(
     unbias,
     KIND: tl.constexpr,
     HAS_RUNNING: tl.constexpr,
+    COUNTS: tl.constexpr,
     PILOT_IS_SAMPLE: tl.constexpr,
     PILOT_SPLITS: tl.constexpr,
     BLOCK_S: tl.constexpr,
@@ -473,8 +483,8 @@ def finalize_kernel(
     elif KIND == L2:
         scale = constant * tl.sqrt(tl.maximum(second / n - delta * delta, 0.0))
     write_statistics(
-        stats_ptr, running_mean_ptr, running_var_ptr, channel, mask, channels,
-        mean, scale, momentum, eps, unbias, HAS_RUNNING, KIND,
+        stats_ptr, running_mean_ptr, running_var_ptr, batches_ptr, channel, mask, channels,
+        mean, scale, momentum, eps, unbias, HAS_RUNNING, COUNTS, KIND,
     )  # fmt: skip
 
 
@@ -485,6 +495,7 @@ def whole_finalize_kernel(
     stats_ptr,
     running_mean_ptr,
     running_var_ptr,
+    batches_ptr,
     rows,
     cols,
     constant,
@@ -493,6 +504,7 @@ def whole_finalize_kernel(
     unbias,
     KIND: tl.constexpr,
     HAS_RUNNING: tl.constexpr,
+    COUNTS: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -504,6 +516,6 @@ def whole_finalize_kernel(
     mask = channel < cols
     mean, scale = whole_statistics(x_ptr, scratch_ptr, channel, mask, cols, rows, constant, KIND, SPLITS, BLOCK_S)
     write_statistics(
-        stats_ptr, running_mean_ptr, running_var_ptr, channel, mask, cols,
-        mean, scale, momentum, eps, unbias, HAS_RUNNING, KIND,
+        stats_ptr, running_mean_ptr, running_var_ptr, batches_ptr, channel, mask, cols,
+        mean, scale, momentum, eps, unbias, HAS_RUNNING, COUNTS, KIND,
     )  # fmt: skip

@@ -1,0 +1,136 @@
+"""A kept launch: what it hands to the compiled kernel, and when Triton's own way is taken instead."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+import triton
+
+from normmatters.kernels.triton import launch as module
+from normmatters.kernels.triton.launch import Launch
+
+
+class CudaLauncher:
+    """As Triton 3.6's: a C function, and what the Python around it would look after."""
+
+    def __init__(self, calls: list, scratch: int) -> None:
+        self.calls = calls
+        self.global_scratch_size, self.profile_scratch_size = scratch, 0
+        self.launch_cooperative_grid, self.launch_pdl = False, True
+
+    def launch(self, *arguments: Any) -> None:
+        self.calls.append(("C", arguments))
+
+    def __call__(self, *arguments: Any) -> None:
+        self.calls.append(("Python", arguments))
+
+
+class Kernel:
+    """A kernel that notes who launches it, and compiles to a launcher that does."""
+
+    def __init__(self, scratch: int = 0) -> None:
+        self.calls: list = []
+        self.run = CudaLauncher(self.calls, scratch)
+
+    def __getitem__(self, grid: tuple[int, int]) -> Any:
+        def triton_launches(*arguments: Any, **options: Any) -> Any:
+            self.calls.append(("Triton", arguments))
+            return SimpleNamespace(run=self.run, function=77, packed_metadata=(4, 1, 0))
+
+        return triton_launches
+
+    @property
+    def ways(self) -> list[str]:
+        return [way for way, _ in self.calls]
+
+
+@pytest.fixture(autouse=True)
+def one_stream_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 500 + device, raising=False)
+    monkeypatch.setattr(module, "can_overlap", lambda device: True)
+    monkeypatch.setattr(triton, "__version__", "3.6.0")
+
+
+def launch_of(kernel: Kernel) -> Launch:
+    return Launch(kernel, (8, 3), (10, 20), {"BLOCK": 64, "EVEN": True}, overlaps=True)
+
+
+def test_the_second_launch_goes_to_the_compiled_kernel():
+    kernel = Kernel()
+    launch = launch_of(kernel)
+    x, y = torch.zeros(64), torch.zeros(64)
+    launch((x, y), (0.5,))
+    launch((y, x), (0.25,))
+    (first, seen), (second, arguments) = kernel.calls
+    assert (first, seen[2:]) == ("Triton", (10, 20, 0.5))
+    assert second == "C"
+    fixed = (77, False, True, None, None, (4, 1, 0), None, None, None)
+    assert arguments == (8, 3, 1, 499, *fixed, y.data_ptr(), x.data_ptr(), 10, 20, 0.25, 64, True, None)
+
+
+def test_a_pointer_that_is_not_aligned_goes_another_way_and_changes_nothing():
+    kernel = Kernel()
+    launch = launch_of(kernel)
+    x = torch.zeros(64)
+    launch((x[1:], x))  # what was compiled for this pointer is not kept
+    launch((x, x))
+    launch((x, x))
+    for tensors in ((x, x[1:]), (x[2:], x[2:]), (x[4:], x)):  # the last one is 16 bytes on
+        launch(tensors)
+    assert kernel.ways == ["Triton", "Triton", "C", "Triton", "Triton", "C"]
+
+
+@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
+@pytest.mark.parametrize("replaced", [False, True])
+def test_while_somebody_listens_triton_launches(name, replaced, monkeypatch):
+    kernel = Kernel()
+    launch = launch_of(kernel)
+    tensors = (torch.zeros(64),)
+    launch(tensors)
+    launch(tensors)
+    runtime, listener = triton.knobs.runtime, lambda *_: None
+    if replaced:
+        with monkeypatch.context() as patch:
+            patch.setattr(runtime, name, listener)
+            launch(tensors)
+    else:
+        getattr(runtime, name).add(listener)
+        launch(tensors)
+        getattr(runtime, name).remove(listener)
+    launch(tensors)
+    assert kernel.ways == ["Triton", "C", "Triton", "C"]
+
+
+@pytest.mark.parametrize(("version", "scratch"), [("3.6.0", 16), ("3.7.0", 0)])
+def test_a_launcher_that_is_not_known_is_called_as_it_is(version, scratch, monkeypatch):
+    """Where the kernel wants scratch memory, or Triton's launcher may be another one."""
+    monkeypatch.setattr(triton, "__version__", version)
+    kernel = Kernel(scratch)
+    launch = launch_of(kernel)
+    x = torch.zeros(64)
+    launch((x,))
+    launch((x,))
+    way, arguments = kernel.calls[1]
+    assert way == "Python"
+    assert arguments == (8, 3, 1, 499, 77, (4, 1, 0), None, None, None, x.data_ptr(), 10, 20, 64, True, None)
+
+
+def test_each_device_has_its_own_compiled_kernel_and_stream():
+    class OnDevice1(Tensor):
+        def get_device(self) -> int:
+            return 1
+
+    kernel = Kernel()
+    launch = launch_of(kernel)
+    here, there = torch.zeros(64), torch.zeros(64).as_subclass(OnDevice1)
+    for tensor in (here, there, here, there):
+        launch((tensor,))
+    assert kernel.ways == ["Triton", "Triton", "C", "C"]
+    assert [arguments[3] for _, arguments in kernel.calls[2:]] == [499, 501]
