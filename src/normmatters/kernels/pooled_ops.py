@@ -1,7 +1,6 @@
 """Batch norm, ReLU and max pool as operators, ``torch.ops.normmatters.pooled_batch_norm_*``, and as one eager node.
 
-As in :mod:`normmatters.kernels.ops`: the statistics are its ``batch_norm_statistics``, and the operator behind them is
-functional, with the gradient of the whole.
+As in :mod:`normmatters.kernels.ops`: an operator for the whole forward pass, and one for its gradient.
 """
 
 from __future__ import annotations
@@ -11,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from normmatters.kernels import ops  # noqa: F401 (registers the statistics)
 from normmatters.kernels.library import LIBRARY, needs_operators, on_device, register
 from normmatters.kernels.triton import batch_norm as whole
 from normmatters.kernels.triton import pooled_batch_norm as kernels
 
 LIBRARY.define(
-    "pooled_batch_norm_apply(Tensor x, Tensor? weight, Tensor? bias, Tensor statistics, float constant, bool save) "
-    "-> (Tensor, Tensor, Tensor, Tensor)"
+    "pooled_batch_norm_forward(Tensor x, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, "
+    "Tensor(b!)? running_var, float momentum, float eps, float constant, bool save) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 LIBRARY.define(
     "pooled_batch_norm_backward(Tensor g, Tensor winner, Tensor code, Tensor count, Tensor statistics, Tensor? weight, "
@@ -30,19 +29,27 @@ def _channels_last(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last)
 
 
-def _apply(
+def _forward(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    statistics: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    momentum: float,
+    eps: float,
     constant: float,
     save: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The pooled output, and what the backward pass needs (empty unless ``save``): winners, codes, counts."""
-    return kernels.normalize(_channels_last(x), weight, bias, statistics, save=save)
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The pooled output, and what the backward pass needs: winners, codes, counts (empty unless ``save``), statistics.
+
+    Moves the running statistics.
+    """
+    x = _channels_last(x)
+    statistics, _ = whole.statistics(x, running_mean, running_var, momentum, eps, "l1", 0, constant)
+    return *kernels.normalize(x, weight, bias, statistics, save=save), statistics
 
 
-def _fake_apply(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _fake_forward(x: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     *_, save = arguments
     shape = kernels.shape_of(x)
     saved = kernels.saved_shapes(shape, x.element_size(), save=save)
@@ -51,6 +58,7 @@ def _fake_apply(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Ten
         x.new_empty(saved.winner),
         x.new_empty(saved.code, dtype=torch.uint8),
         x.new_empty(saved.counts, dtype=saved.count_dtype),
+        x.new_empty((3, x.shape[1]), dtype=torch.float32),
     )
 
 
@@ -77,9 +85,9 @@ def _fake_backward(g: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, weight, bias, statistics, constant, _ = inputs
-    _, winner, code, count = output
-    ctx.save_for_backward(winner, code, count, statistics, weight)
+    x, weight, bias, *_, constant, _ = inputs
+    _, *saved = output
+    ctx.save_for_backward(*saved, weight)
     ctx.arguments = (constant, int(x.shape[2]), int(x.shape[3]))
     ctx.bias_dtype = None if bias is None else bias.dtype
 
@@ -96,13 +104,16 @@ def _input_gradients(ctx: Any, g: Tensor, backward: Any) -> tuple[Tensor | None,
 
 
 def _register() -> None:
-    register("pooled_batch_norm_apply", _apply, _fake_apply)
-    register("pooled_batch_norm_backward", _backward, _fake_backward)
+    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        _, winner, _, _, statistics = output
+        ctx.mark_non_differentiable(winner, statistics)
+        _save(ctx, inputs, output)
 
     def backward(ctx: Any, g: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        return *_input_gradients(ctx, g, torch.ops.normmatters.pooled_batch_norm_backward), *[None] * 3
+        return *_input_gradients(ctx, g, torch.ops.normmatters.pooled_batch_norm_backward), *[None] * 6
 
-    torch.library.register_autograd("normmatters::pooled_batch_norm_apply", backward, setup_context=_save, lib=LIBRARY)
+    register("pooled_batch_norm_forward", _forward, _fake_forward, save, backward)
+    register("pooled_batch_norm_backward", _backward, _fake_backward)
 
 
 _register()
@@ -117,20 +128,19 @@ class _PooledBatchNorm(torch.autograd.Function):
         x: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        running: tuple[Any, ...],
         options: tuple[Any, ...],
     ) -> Tensor:
-        statistics, _ = whole.statistics(x, *running)
-        output = _apply(x, weight, bias, statistics, *options)
+        inputs = (x, weight, bias, *options)
+        output = _forward(*inputs)
         *_, save = options
         if save:
-            _save(ctx, (x, weight, bias, statistics, *options), output)
+            _save(ctx, inputs, output)
         return output[0]
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return *_input_gradients(ctx, g, _backward), None, None
+        return *_input_gradients(ctx, g, _backward), None
 
 
 def pooled_batch_norm(
@@ -147,13 +157,10 @@ def pooled_batch_norm(
     """A training step's L1 batch norm, ReLU and pool of a channels-last ``x``; the dispatcher has checked them."""
     weight, bias = (None if t is None else t.contiguous() for t in (weight, bias))
     save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
-    running = (running_mean, running_var, momentum, eps, "l1", 0, constant)
-    options = (constant, save)
+    options = (running_mean, running_var, momentum, eps, constant, save)
     if not needs_operators():
         with on_device(x.device):
-            out: Tensor = _PooledBatchNorm.apply(x, weight, bias, running, options)
+            out: Tensor = _PooledBatchNorm.apply(x, weight, bias, options)
         return out
-    with torch.no_grad():
-        statistics, _ = torch.ops.normmatters.batch_norm_statistics(x.detach(), *running)
-    z: Tensor = torch.ops.normmatters.pooled_batch_norm_apply(x, weight, bias, statistics, *options)[0]
+    z: Tensor = torch.ops.normmatters.pooled_batch_norm_forward(x, weight, bias, *options)[0]
     return z
