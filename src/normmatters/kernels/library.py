@@ -21,56 +21,53 @@ def _keys(backend: str) -> tuple[int, int]:
 _PLAIN = frozenset((*_keys("CPU"), *_keys("CUDA")))
 
 
-def register(
-    name: str,
-    kernel: Callable[..., Any],
-    fake: Callable[..., Any],
-    save: Callable[[Any, tuple[Any, ...], Any], None] | None = None,
-    backward: Callable[..., tuple[Any, ...]] | None = None,
-) -> None:
-    """Give the operator ``normmatters::name``, defined in `LIBRARY`, its kernel, its shapes and its gradient.
-
-    The gradient is that of an autograd function: ``save(ctx, inputs, output)``, then ``backward(ctx, *gradients)``, one
-    gradient for each input. Without it, the operator cannot be differentiated, and says so when that is tried.
-
-    `torch.library.register_autograd` refuses operators that change an argument in place, as a batch norm changes its
-    running statistics; for those PyTorch wants what is written here: a kernel for autograd, and one that counts the
-    change. It is also shorter: a compiled graph calls operators on plain tensors, with nothing to differentiate, and
-    then the kernel is called at once, not through the dispatcher again.
-    """
+def register(name: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Give the operator ``normmatters::name``, defined in `LIBRARY`, its kernel and its shapes."""
     LIBRARY.impl(name, kernel, "CUDA")
     LIBRARY.impl(name, kernel, "CPU")  # through Triton's interpreter
     torch.library.register_fake(f"normmatters::{name}", fake, lib=LIBRARY)
+
+
+def register_gradient(
+    name: str,
+    kernel: Callable[..., Any],
+    save: Callable[[Any, tuple[Any, ...], Any], None],
+    backward: Callable[..., tuple[Any, ...]],
+) -> None:
+    """Give a registered operator its gradient: ``save(ctx, inputs, output)``, then ``backward(ctx, *gradients)``.
+
+    `torch.library.register_autograd` refuses operators that change an argument in place, as a batch norm changes its
+    running statistics. PyTorch's own operators of that kind have what is written here: a kernel for autograd, and one
+    that counts the change. It is also quicker: a compiled graph calls its operators on plain tensors with nothing to
+    differentiate, and then the kernel is called at once, and not by way of the dispatcher.
+    """
     operator = getattr(torch.ops.normmatters, name).default
     changed = [i for i, argument in enumerate(operator._schema.arguments) if argument.is_write]
 
     def count_changes(inputs: tuple[Any, ...]) -> None:
         torch.autograd.graph.increment_version([inputs[i] for i in changed if inputs[i] is not None])
 
+    def below_autograd(keys: Any, *inputs: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator.redispatch(keys & torch._C._after_autograd_keyset, *inputs)
+
     class Node(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *arguments: Any) -> Any:
             *inputs, keys = arguments
-            output = below(keys, *inputs)
-            if save is not None:
-                save(ctx, tuple(inputs), output)
+            output = below_autograd(keys, *inputs)
+            save(ctx, tuple(inputs), output)
             return output
 
         @staticmethod
         def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
-            if backward is None:
-                raise RuntimeError(f"normmatters::{name} cannot be differentiated")
             return *backward(ctx, *gradients), None
 
-    def below(keys: Any, *inputs: Any) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
-            return operator.redispatch(keys & torch._C._after_autograd_keyset, *inputs)
-
-    def differentiate(keys: Any, *inputs: Any) -> Any:
+    def autograd(keys: Any, *inputs: Any) -> Any:
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
             return Node.apply(*inputs, keys)
         if keys.raw_repr() not in _PLAIN:
-            return below(keys, *inputs)
+            return below_autograd(keys, *inputs)
         if changed:
             count_changes(inputs)
         return kernel(*inputs)
@@ -79,7 +76,7 @@ def register(
         count_changes(inputs)
         return operator.redispatch(keys & torch._C._after_ADInplaceOrView_keyset, *inputs)
 
-    LIBRARY.impl(name, differentiate, "Autograd", with_keyset=True)
+    LIBRARY.impl(name, autograd, "Autograd", with_keyset=True)
     if changed:
         LIBRARY.impl(name, change, "ADInplaceOrView", with_keyset=True)
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from normmatters.kernels.library import LIBRARY, needs_operators, on_device, register
+from normmatters.kernels.library import LIBRARY, needs_operators, on_device, register, register_gradient
 from normmatters.kernels.triton import batch_norm as kernels
 from normmatters.kernels.triton.layout import memory_format, view_of
 
@@ -89,7 +89,8 @@ def _forward(
 
 def _operator(x: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     """:func:`_forward` as an operator, which has a tensor for every output: an empty one where there is none."""
-    z, code, count, link, statistics, index = _forward(x, *arguments)
+    with on_device(x.device):
+        z, code, count, link, statistics, index = _forward(x, *arguments)
     return (
         z,
         code,
@@ -122,7 +123,8 @@ def _fake_forward(
 
 def _backward(g: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """:func:`_gradients` as an operator, which has a tensor for every output: an empty one where there is none."""
-    dx, dweight, dbias, dresidual = _gradients(g, *arguments)
+    with on_device(g.device):
+        dx, dweight, dbias, dresidual = _gradients(g, *arguments)
     return dx, dweight, dbias, g.new_empty(0) if dresidual is None else dresidual
 
 
@@ -206,8 +208,9 @@ def _register() -> None:
     def backward(ctx: Any, g: Tensor, _code: Any, _count: Any, link: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         return *_input_gradients(ctx, g, link, torch.ops.normmatters.batch_norm_backward), *[None] * 11
 
-    register("batch_norm_forward", _operator, _fake_forward, save, backward)
+    register("batch_norm_forward", _operator, _fake_forward)
     register("batch_norm_backward", _backward, _fake_backward)
+    register_gradient("batch_norm_forward", _operator, save, backward)
 
 
 _register()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from normmatters.kernels.library import LIBRARY, needs_operators, on_device, register
+from normmatters.kernels.library import LIBRARY, needs_operators, on_device, register, register_gradient
 from normmatters.kernels.triton import batch_norm as whole
 from normmatters.kernels.triton import pooled_batch_norm as kernels
 
@@ -49,6 +49,11 @@ def _forward(
     return *kernels.normalize(x, weight, bias, statistics, save=save), statistics
 
 
+def _operator(x: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    with on_device(x.device):
+        return _forward(x, *arguments)
+
+
 def _fake_forward(x: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     *_, save = arguments
     shape = kernels.shape_of(x)
@@ -74,6 +79,11 @@ def _backward(
     width: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return kernels.gradient(_channels_last(g), winner, code, count, statistics, weight, constant, (height, width))
+
+
+def _backward_operator(g: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    with on_device(g.device):
+        return _backward(g, *arguments)
 
 
 def _fake_backward(g: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -112,8 +122,9 @@ def _register() -> None:
     def backward(ctx: Any, g: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         return *_input_gradients(ctx, g, torch.ops.normmatters.pooled_batch_norm_backward), *[None] * 6
 
-    register("pooled_batch_norm_forward", _forward, _fake_forward, save, backward)
-    register("pooled_batch_norm_backward", _backward, _fake_backward)
+    register("pooled_batch_norm_forward", _operator, _fake_forward)
+    register("pooled_batch_norm_backward", _backward_operator, _fake_backward)
+    register_gradient("pooled_batch_norm_forward", _operator, save, backward)
 
 
 _register()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from normmatters.kernels.library import LIBRARY, needs_operators, on_device, register
+from normmatters.kernels.library import LIBRARY, needs_operators, on_device, register, register_gradient
 from normmatters.kernels.ops import _dense, _format, _link
 from normmatters.kernels.triton import batch_norm
 from normmatters.kernels.triton import twin_batch_norm as kernels
@@ -64,7 +64,8 @@ def _forward(
 
 def _operator(x1: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     """:func:`_forward` as an operator, which has a tensor for every output."""
-    z, code, link, *statistics = _forward(x1, *arguments)
+    with on_device(x1.device):
+        z, code, link, *statistics = _forward(x1, *arguments)
     return z, code, z.new_empty(0) if link is None else link, *statistics
 
 
@@ -97,6 +98,11 @@ def _backward(
         link = link.contiguous(memory_format=layout)
     first, second = Normed(weight1, None, statistics1), Normed(weight2, None, statistics2)
     return kernels.gradient(g, link, x1, x2, code, first, second, constant1, constant2, lean=lean)
+
+
+def _backward_operator(g: Tensor, *arguments: Any) -> kernels.Gradients:
+    with on_device(g.device):
+        return _backward(g, *arguments)
 
 
 def _fake_backward(g: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
@@ -135,8 +141,9 @@ def _register() -> None:
     def backward(ctx: Any, g: Tensor, _code: Any, link: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         return *_input_gradients(ctx, g, link, torch.ops.normmatters.twin_batch_norm_backward), *[None] * 13
 
-    register("twin_batch_norm_forward", _operator, _fake_forward, save, backward)
-    register("twin_batch_norm_backward", _backward, _fake_backward)
+    register("twin_batch_norm_forward", _operator, _fake_forward)
+    register("twin_batch_norm_backward", _backward_operator, _fake_backward)
+    register_gradient("twin_batch_norm_forward", _operator, save, backward)
 
 
 _register()
