@@ -42,7 +42,8 @@ def register_gradient(
     differentiate, and then the kernel is called at once, and not by way of the dispatcher.
     """
     operator = getattr(torch.ops.normmatters, name).default
-    changed = [i for i, argument in enumerate(operator._schema.arguments) if argument.is_write]
+    aliases = [argument.alias_info for argument in operator._schema.arguments]
+    changed = [i for i, alias in enumerate(aliases) if alias is not None and alias.is_write]
 
     def count_changes(inputs: tuple[Any, ...]) -> None:
         torch.autograd.graph.increment_version([inputs[i] for i in changed if inputs[i] is not None])
