@@ -114,9 +114,9 @@ def _why_not_batch_norm_kernel(input: Tensor, kind: str, k: int | None) -> str:
 def _groups(shape: tuple[int, ...], contiguous: bool, itemsize: int, k: int) -> int:
     """Groups a channel of an input of this shape."""
     from normmatters.kernels.triton import batch_norm as kernels
-    from normmatters.kernels.triton.layout import view_of_shape
+    from normmatters.kernels.triton.layout import _view
 
-    return kernels.groups_of(view_of_shape(shape, contiguous), itemsize, k)
+    return kernels.groups_of(_view(shape, contiguous), itemsize, k)
 
 
 # To the compiler a number: it would look into the caches behind it, and warn of each.

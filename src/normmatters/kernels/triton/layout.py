@@ -78,11 +78,11 @@ def view_of(x: Tensor) -> View:
 
     Plain integers: the tiling depends on the sizes, so a compiled graph is specialized to them.
     """
-    return view_of_shape(tuple(map(int, x.shape)), x.is_contiguous())
+    return _view(tuple(map(int, x.shape)), x.is_contiguous())
 
 
 @functools.cache
-def view_of_shape(shape: tuple[int, ...], contiguous: bool) -> View:
+def _view(shape: tuple[int, ...], contiguous: bool) -> View:
     batch, channels, *rest = shape
     spatial = math.prod(rest)
     if spatial == 1 or not contiguous:
