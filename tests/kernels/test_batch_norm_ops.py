@@ -28,27 +28,25 @@ def constant_of(kind: str, n: int = 30) -> float:
     return scale_constant(p, n, k, "exact")
 
 
-def statistics_arguments(kind: str, running: bool, layout: str) -> tuple:
+def forward_arguments(
+    kind: str, relu: bool, with_residual: bool, lean: bool, layout: str, linked: bool = False, running: bool = True
+) -> tuple:
     buffers = [torch.rand(3, device=DEVICE) for _ in range(2)] if running else [None, None]
-    return (made(SHAPE, layout), *buffers, 0.3, EPS, kind, KINDS[kind][1] or 0, constant_of(kind))
-
-
-def apply_arguments(kind: str, relu: bool, with_residual: bool, lean: bool, layout: str, linked: bool = False) -> tuple:
-    x = made(SHAPE, layout)
-    parameters = affine(kind, 3)
-    residual = made(SHAPE, layout) if with_residual else None
-    statistics, index = torch.ops.normmatters.batch_norm_statistics(
-        x, None, None, 0.3, EPS, kind, KINDS[kind][1] or 0, constant_of(kind)
-    )
-    tensors = [None if t is None else t.requires_grad_() for t in (x, *parameters.values(), residual)]
+    tensors = [made(SHAPE, layout), *affine(kind, 3).values(), made(SHAPE, layout) if with_residual else None]
+    for t in tensors:
+        if t is not None:
+            t.requires_grad_()
     link = None
-    if linked and residual is not None:
-        tensors[-1], link = residual.detach(), torch.zeros(1, device=DEVICE).expand(SHAPE).requires_grad_()
-    return (*tensors, link, statistics, index, kind, KINDS[kind][1] or 0, constant_of(kind), relu, lean, True, linked)
+    if linked and with_residual:
+        tensors[-1], link = tensors[-1].detach(), torch.zeros(1, device=DEVICE).expand(SHAPE).requires_grad_()
+    statistic = (0.3, EPS, kind, KINDS[kind][1] or 0, constant_of(kind))
+    batches = torch.zeros((), dtype=torch.int64, device=DEVICE)
+    return (*tensors, link, *buffers, batches, *statistic, relu, lean, True, linked)
 
 
-APPLY = [
+CASES = [
     ("l1", True, False, False, "channels_last"),
+    ("range", True, False, False, "contiguous", False, False),
     ("l1", True, False, True, "contiguous"),
     ("l1", True, True, True, "channels_last"),
     ("l1", False, False, True, "contiguous"),
@@ -63,37 +61,28 @@ APPLY = [
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
 
 
-@pytest.mark.parametrize(
-    ("kind", "running", "layout"),
-    [("l1", True, "channels_last"), ("topk", True, "contiguous"), ("range", False, "contiguous"), ("mean", True, "")],
-)
-def test_opcheck_statistics(kind, running, layout):
-    arguments = statistics_arguments(kind, running, layout or "contiguous")
-    torch.library.opcheck(torch.ops.normmatters.batch_norm_statistics, arguments, test_utils=CHECKS)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_opcheck_forward(case):
+    torch.library.opcheck(torch.ops.normmatters.batch_norm_forward, forward_arguments(*case), test_utils=CHECKS)
 
 
-@pytest.mark.parametrize("case", APPLY, ids=str)
-def test_opcheck_apply(case):
-    torch.library.opcheck(torch.ops.normmatters.batch_norm_apply, apply_arguments(*case), test_utils=CHECKS)
-
-
-def test_opcheck_apply_that_saves_nothing():
-    *arguments, _, _ = apply_arguments("l1", True, False, False, "contiguous")
+def test_opcheck_forward_that_saves_nothing():
+    *arguments, _, _ = forward_arguments("l1", True, False, False, "contiguous")
     arguments = [t.detach() if isinstance(t, Tensor) else t for t in (*arguments, False, False)]
-    torch.library.opcheck(torch.ops.normmatters.batch_norm_apply, arguments, test_utils=CHECKS)
-    z, *saved = torch.ops.normmatters.batch_norm_apply(*arguments)
-    assert (z.shape, *(t.numel() for t in saved)) == (SHAPE, 0, 0, 0)
+    torch.library.opcheck(torch.ops.normmatters.batch_norm_forward, arguments, test_utils=CHECKS)
+    z, code, count, link, *_ = torch.ops.normmatters.batch_norm_forward(*arguments)
+    assert (z.shape, *(t.numel() for t in (code, count, link))) == (SHAPE, 0, 0, 0)
 
 
-@pytest.mark.parametrize("case", APPLY, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_opcheck_backward(case):
     kind, relu, with_residual, lean, layout, *linked = case
-    x, weight, bias, _, _, statistics, index, *_ = apply_arguments(*case)
+    x, weight, bias, *_ = arguments = forward_arguments(*case)
     with torch.no_grad():
-        z, code, count, _ = torch.ops.normmatters.batch_norm_apply(*apply_arguments(*case))
+        z, code, count, _, statistics, index = torch.ops.normmatters.batch_norm_forward(*arguments)
     weight, bias = (None if t is None else t.detach() for t in (weight, bias))
     arguments = (
-        made(SHAPE, layout), made(SHAPE, layout) if linked else None,
+        made(SHAPE, layout), made(SHAPE, layout) if any(linked) else None,
         z if lean else x.detach(), code, count, statistics, index, weight, bias, kind,
         KINDS[kind][1] or 0, constant_of(kind), relu, with_residual, lean, with_residual, layout == "channels_last",
     )  # fmt: skip
@@ -145,8 +134,7 @@ def test_compiled_goes_through_the_operators():
 
     torch.compiler.reset()
     torch.compile(L1BatchNorm2d(3).to(DEVICE), fullgraph=True, backend=backend)(made(SHAPE))
-    assert any("batch_norm_statistics" in name for name in seen)
-    assert any("batch_norm_apply" in name for name in seen)
+    assert [name for name in seen if "normmatters" in name] == ["normmatters.batch_norm_forward"]
 
 
 # What is saved -------------------------------------------------------------------------------------------------------
@@ -210,10 +198,9 @@ def kept_by_layer(channels: int, pixels: int, with_residual: bool) -> tuple[int,
     x = x.to(memory_format=torch.channels_last).requires_grad_()
     residual = x.detach() if with_residual else None
     weight, bias = (torch.empty(channels, device="meta", requires_grad=True) for _ in range(2))
-    statistics, index = torch.ops.normmatters.batch_norm_statistics(x, None, None, 0.1, EPS, "l1", 0, 1.25)
     (y, *_), packed = saved_tensors(
-        lambda: torch.ops.normmatters.batch_norm_apply(
-            x, weight, bias, residual, None, statistics, index, "l1", 0, 1.25, True, True, True, False
+        lambda: torch.ops.normmatters.batch_norm_forward(
+            x, weight, bias, residual, None, None, None, None, 0.1, EPS, "l1", 0, 1.25, True, True, True, False
         )
     )
     assert sum(t.shape == y.shape for t in packed) == (0 if with_residual else 1)  # the output
@@ -315,9 +302,9 @@ def test_second_derivatives_are_refused():
 def test_operator_and_eager_node_agree():
     """The compiler's way, called as it is, gives what the eager node gives."""
     case = ("l1", True, True, True, "channels_last")
-    x, weight, bias, residual, *rest = apply_arguments(*case)
+    x, weight, bias, residual, *rest = forward_arguments(*case)
     g = torch.randn(SHAPE, device=DEVICE)
-    z, *_ = torch.ops.normmatters.batch_norm_apply(x, weight, bias, residual, *rest)
+    z, *_ = torch.ops.normmatters.batch_norm_forward(x, weight, bias, residual, *rest)
     z.backward(g)
     ours = fused(x, weight, bias, residual, g, "l1", "relu", "lean")
     assert torch.equal(ours.y, z)

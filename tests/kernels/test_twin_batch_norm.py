@@ -201,35 +201,34 @@ def test_second_derivatives_are_refused():
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
 
 
-def apply_arguments(lean: bool, save: bool, linked: bool, layout: str) -> list:
+def forward_arguments(lean: bool, save: bool, linked: bool, layout: str) -> list:
     first, second = two(SHAPE, layout)
-    found = [
-        torch.ops.normmatters.batch_norm_statistics(norm.x, None, None, 0.3, EPS, "l1", 0, 1.25)[0]
-        for norm in (first, second)
-    ]
     tensors = [first.x, first.weight, first.bias, second.x, second.weight, None]
-    return [*(t if t is None else t.requires_grad_(save) for t in tensors), *found, 1.25, 1.3, lean, save, linked]
+    running = [torch.rand(3, device=DEVICE) for _ in range(3)]
+    batches = torch.zeros((), dtype=torch.int64, device=DEVICE)
+    states = [*running[:2], batches, 0.3, EPS, 1.25, running[2], None, None, 0.2, EPS, 1.3]
+    return [*(t if t is None else t.requires_grad_(save) for t in tensors), *states, lean, save, linked]
 
 
 @pytest.mark.parametrize(
     ("lean", "save", "linked", "layout"),
     [(True, True, True, "channels_last"), (False, True, False, "contiguous"), (True, False, False, "contiguous")],
 )
-def test_opcheck_apply(lean, save, linked, layout):
-    arguments = apply_arguments(lean, save, linked, layout)
-    torch.library.opcheck(torch.ops.normmatters.twin_batch_norm_apply, arguments, test_utils=CHECKS)
+def test_opcheck_forward(lean, save, linked, layout):
+    arguments = forward_arguments(lean, save, linked, layout)
+    torch.library.opcheck(torch.ops.normmatters.twin_batch_norm_forward, arguments, test_utils=CHECKS)
 
 
 @pytest.mark.parametrize(("lean", "layout"), [(True, "channels_last"), (False, "contiguous")])
 def test_opcheck_backward(lean, layout):
-    arguments = apply_arguments(lean, True, False, layout)
-    x1, weight1, _, x2, weight2, _, *found = (t.detach() if isinstance(t, Tensor) else t for t in arguments[:8])
-    _, code, _ = torch.ops.normmatters.twin_batch_norm_apply(*arguments)
+    arguments = forward_arguments(lean, True, False, layout)
+    x1, weight1, _, x2, weight2, _ = (None if t is None else t.detach() for t in arguments[:6])
+    _, code, _, *statistics = torch.ops.normmatters.twin_batch_norm_forward(*arguments)
     g, link = made(SHAPE, layout), made(SHAPE, layout)
     rest = (1.25, 1.3, lean, layout == "channels_last")
     torch.library.opcheck(
         torch.ops.normmatters.twin_batch_norm_backward,
-        (g, link, x1, x2, code, *found, weight1, weight2, *rest),
+        (g, link, x1, x2, code, *statistics, weight1, weight2, *rest),
         test_utils=CHECKS,
     )
 

@@ -11,8 +11,8 @@ import importlib.util
 import logging
 import math
 import os
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ from normmatters.functional.checks import check_batch_norm, check_layer_norm, ch
 from normmatters.functional.statistic import check_constant, compute_dtype, scale_constant, statistic_kind
 
 logger = logging.getLogger("normmatters.kernels")
+
+_T = TypeVar("_T")
 
 _KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -73,8 +75,20 @@ def _why_not_triton(input: Tensor) -> str:
 
 
 _TRITON = Backend("triton", "")
-_kind = functools.cache(statistic_kind)
-_constant = functools.lru_cache(typed=True)(scale_constant)  # True is no constant, but equals 1
+
+
+def _cached(function: Callable[..., _T]) -> Callable[..., _T]:
+    """``function`` with a cache, but not for the compiler: it would look into the cache anyway, and warn of it."""
+    cached = functools.lru_cache(typed=True)(function)  # typed: True is no constant, but equals 1
+
+    def call(*arguments: Any) -> _T:
+        return function(*arguments) if torch.compiler.is_compiling() else cached(*arguments)
+
+    return call
+
+
+_kind = _cached(statistic_kind)
+_constant = _cached(scale_constant)
 
 
 def batch_norm_backend(
@@ -102,17 +116,28 @@ def _why_not_batch_norm_kernel(input: Tensor, kind: str, k: int | None) -> str:
     if kind in ("l1", "l2", "mean"):
         return ""
     from normmatters.kernels.triton import batch_norm as kernels
-    from normmatters.kernels.triton.layout import view_of
 
     if kind == "lp":
         return "there are kernels for p = 1, 2, inf, Top(k), range and mean-only, not for a general p"
     if kind == "topk" and k is not None and k > kernels.MAX_K:
         return f"the Top(k) kernel takes k <= {kernels.MAX_K}, got k={k}"
     if input.dim() >= 2:
-        groups = kernels.groups_of(view_of(input), input.element_size(), k or 1)
+        groups = _groups(tuple(map(int, input.shape)), input.is_contiguous(), input.element_size(), k or 1)
         if groups > kernels.MAX_GROUPS:
             return f"{groups} groups a channel are more than the {kernels.MAX_GROUPS} that the selection kernel holds"
     return ""
+
+
+def _groups(shape: tuple[int, ...], contiguous: bool, itemsize: int, k: int) -> int:
+    """Groups a channel of an input of this shape."""
+    from normmatters.kernels.triton import batch_norm as kernels
+    from normmatters.kernels.triton.layout import _view
+
+    return kernels.groups_of(_view(shape, contiguous), itemsize, k)
+
+
+# To the compiler a number: it would look into the caches behind it, and warn of each.
+_groups._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _why_not_pooled_kernel(input: Tensor, kind: str, act: str | None) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from normmatters.kernels.library import LIBRARY, needs_operators, on_device, register
+from normmatters.kernels.library import LIBRARY, needs_operators, on_device, register, register_gradient
 from normmatters.kernels.triton import layer_norm as kernels
 
 LIBRARY.define(
@@ -45,7 +45,7 @@ def _dense(vector: Tensor | None) -> Tensor | None:
 
 def _forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, *arguments: Any) -> tuple[Tensor, Tensor]:
     """y, shaped like the matrix x, and the statistics of its rows that the backward pass needs."""
-    with torch.cuda.device_of(x):  # kernels run on the current device
+    with on_device(x.device):
         return kernels.forward(x.contiguous(), x.shape[1:], _dense(weight), _dense(bias), *arguments)
 
 
@@ -69,7 +69,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx, dweight and dbias; the last two are empty unless ``parameters``."""
     dtypes = (weight_dtype, bias_dtype) if parameters else None
-    with torch.cuda.device_of(x):
+    with on_device(x.device):
         dx, dweight, dbias = kernels.backward(
             g.contiguous(), x.contiguous(), x.shape[1:], _dense(weight), stats, constant, l1, centered, dtypes
         )
@@ -113,9 +113,7 @@ def _register() -> None:
         )
         return dx, dweight if needs[0] else None, dbias if needs[1] else None, None, None, None, None
 
-    torch.library.register_autograd(
-        "normmatters::layer_norm_forward", backward, setup_context=setup_context, lib=LIBRARY
-    )
+    register_gradient("layer_norm_forward", _forward, setup_context, backward)
 
 
 _register()

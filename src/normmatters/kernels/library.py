@@ -13,11 +13,75 @@ from torch import Tensor
 LIBRARY = torch.library.Library("normmatters", "FRAGMENT")
 
 
+def _keys(backend: str) -> tuple[int, int]:
+    """What the dispatcher finds on plain tensors where nobody watches: with a key for mutation, and without."""
+    found = [torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key)) for key in (backend, f"Autograd{backend}")]
+    plain = found[0] | found[1]
+    return plain.raw_repr(), (plain | torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)).raw_repr()
+
+
+_PLAIN = frozenset((*_keys("CPU"), *_keys("CUDA")))
+
+
 def register(name: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
     """Give the operator ``normmatters::name``, defined in `LIBRARY`, its kernel and its shapes."""
     LIBRARY.impl(name, kernel, "CUDA")
     LIBRARY.impl(name, kernel, "CPU")  # through Triton's interpreter
     torch.library.register_fake(f"normmatters::{name}", fake, lib=LIBRARY)
+
+
+def register_gradient(
+    name: str,
+    kernel: Callable[..., Any],
+    save: Callable[[Any, tuple[Any, ...], Any], None],
+    backward: Callable[..., tuple[Any, ...]],
+) -> None:
+    """Give a registered operator its gradient: ``save(ctx, inputs, output)``, then ``backward(ctx, *gradients)``.
+
+    `torch.library.register_autograd` refuses operators that change an argument in place, as a batch norm changes its
+    running statistics. PyTorch's own operators of that kind have what is written here: a kernel for autograd, and one
+    that counts the change. It is also quicker: a compiled graph calls its operators on plain tensors with nothing to
+    differentiate, and then the kernel is called at once, and not by way of the dispatcher.
+    """
+    operator = getattr(torch.ops.normmatters, name).default
+    aliases = [argument.alias_info for argument in operator._schema.arguments]
+    changed = [i for i, alias in enumerate(aliases) if alias is not None and alias.is_write]
+
+    def count_changes(inputs: tuple[Any, ...]) -> None:
+        torch.autograd.graph.increment_version([inputs[i] for i in changed if inputs[i] is not None])
+
+    def below_autograd(keys: Any, *inputs: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator.redispatch(keys & torch._C._after_autograd_keyset, *inputs)
+
+    class Node(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *arguments: Any) -> Any:
+            *inputs, keys = arguments
+            output = below_autograd(keys, *inputs)
+            save(ctx, tuple(inputs), output)
+            return output
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+            return *backward(ctx, *gradients), None
+
+    def autograd(keys: Any, *inputs: Any) -> Any:
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
+            return Node.apply(*inputs, keys)
+        if keys.raw_repr() not in _PLAIN:
+            return below_autograd(keys, *inputs)
+        if changed:
+            count_changes(inputs)
+        return kernel(*inputs)
+
+    def change(keys: Any, *inputs: Any) -> Any:
+        count_changes(inputs)
+        return operator.redispatch(keys & torch._C._after_ADInplaceOrView_keyset, *inputs)
+
+    LIBRARY.impl(name, autograd, "Autograd", with_keyset=True)
+    if changed:
+        LIBRARY.impl(name, change, "ADInplaceOrView", with_keyset=True)
 
 
 def needs_operators() -> bool:

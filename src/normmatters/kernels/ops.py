@@ -1,14 +1,13 @@
 """The fused batch norm as PyTorch operators, ``torch.ops.normmatters.batch_norm_*``, and as one eager autograd node.
 
-For the compiler, training is two operators. ``batch_norm_statistics`` reads the input once, gives the statistics of
-the batch and moves the running ones (the only thing that is changed in place). ``batch_norm_apply`` normalizes; it is
-functional, and its autograd formula is the gradient of the *whole* batch norm, statistics included, so the first one
-needs none. Splitting them this way keeps the buffer update inside the kernel that has the numbers, and the
-differentiable operator free of mutation, as ``torch.compile`` wants it.
+``batch_norm_forward`` is a whole forward pass: it takes the statistics of the batch, moves the running ones (the only
+thing that is changed in place) and normalizes. Its autograd formula, ``batch_norm_backward``, is the gradient of the
+whole, statistics included. ``torch.compile`` sees one operator each way, and no kernel comes between those of a layer,
+which is what lets normalization begin before the statistics have ended.
 
 A *link* is how a residual's gradient finds its way without being added to another one first. An output that goes on in
 two ways gets two gradients, and autograd would add them before the backward pass sees the sum: three passes over
-memory. So ``batch_norm_apply`` can hand out a second output, the link: shaped like z but one number in memory, and
+memory. So ``batch_norm_forward`` can hand out a second output, the link: shaped like z but one number in memory, and
 nobody reads it. A later batch norm takes z as its residual together with the link, and sends the residual's gradient
 back through that. The backward pass then gets both gradients, and adds them while it sums them.
 
@@ -31,18 +30,16 @@ from normmatters.kernels.library import (
     on_device,
     once_differentiable,
     register,
+    register_gradient,
 )
 from normmatters.kernels.triton import batch_norm as kernels
 from normmatters.kernels.triton.layout import memory_format, view_of
 
 LIBRARY.define(
-    "batch_norm_statistics(Tensor x, Tensor(a!)? running_mean, Tensor(b!)? running_var, float momentum, float eps, "
-    "str kind, int k, float constant) -> (Tensor, Tensor)"
-)
-LIBRARY.define(
-    "batch_norm_apply(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor? link, Tensor statistics, "
-    "Tensor index, str kind, int k, float constant, bool relu, bool lean, bool save, bool linked) "
-    "-> (Tensor, Tensor, Tensor, Tensor)"
+    "batch_norm_forward(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor? link, "
+    "Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor(c!)? batches, float momentum, float eps, str kind, "
+    "int k, float constant, bool relu, bool lean, bool save, bool linked) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 LIBRARY.define(
     "batch_norm_backward(Tensor g, Tensor? link, Tensor saved, Tensor code, Tensor count, Tensor statistics, "
@@ -61,36 +58,17 @@ def _format(g: Tensor, channels_last: bool) -> torch.memory_format:
     return torch.channels_last if g.dim() == 4 else torch.channels_last_3d
 
 
-def _statistics(
-    x: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    momentum: float,
-    eps: float,
-    kind: str,
-    k: int,
-    constant: float,
-) -> tuple[Tensor, Tensor]:
-    """(μ, 1/D, s/D) as [3, C], and the offsets of the extreme elements as [kept, C]."""
-    statistics, index = kernels.statistics(_dense(x), running_mean, running_var, momentum, eps, kind, k, constant)
-    return statistics, x.new_empty((0, x.shape[1]), dtype=torch.int64) if index is None else index
-
-
-def _fake_statistics(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    *_, kind, k, _ = arguments
-    channels = x.shape[1]
-    stats = x.new_empty((3, channels), dtype=torch.float32)
-    return stats, x.new_empty((kernels.kept(kind, k), channels), dtype=torch.int64)
-
-
-def _apply(
+def _forward(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
     residual: Tensor | None,
     link: Tensor | None,
-    statistics: Tensor,
-    index: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    batches: Tensor | None,
+    momentum: float,
+    eps: float,
     kind: str,
     k: int,
     constant: float,
@@ -98,22 +76,45 @@ def _apply(
     lean: bool,
     save: bool,
     linked: bool,
-    *,
-    early: bool = False,
-    finalize: kernels.Finalize | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The output, the codes and counts that the backward pass needs (empty unless ``save``), and the link if wanted."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """The output and what the backward pass needs; moves the running statistics and raises ``batches`` by one.
+
+    For the backward pass: codes and counts (empty unless ``save``), (μ, 1/D, s/D) as [3, C], and the offsets of the
+    extreme elements as [kept, C], or None where no element is kept.
+    """
     x = _dense(x)
-    if residual is not None:
+    if residual is not None:  # before the statistics, so that nothing is launched between them and what follows
         residual = residual.contiguous(memory_format=memory_format(x))
+    running = (running_mean, running_var, momentum, eps, kind, k, constant, batches)
+    index = None
+    finalize = kernels.sums(x, *running)
+    if finalize is None:
+        statistics, index = kernels.statistics(x, *running)
+    else:
+        statistics = x.new_empty((3, x.shape[1]), dtype=torch.float32)
     z, code, count = kernels.normalize(
-        x, weight, bias, residual, statistics, kind, relu=relu, lean=lean, save=save, early=early, finalize=finalize
+        x, weight, bias, residual, statistics, kind, relu=relu, lean=lean, save=save, early=True, finalize=finalize
     )
-    return z, code, count, _link(z, linked)
+    return z, code, count, statistics, index
 
 
-def _link(z: Tensor, linked: bool) -> Tensor:
-    return z.new_zeros(1).expand(z.shape) if linked else z.new_empty(0)
+def _operator(x: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    """:func:`_forward` and the link as an operator, which has a tensor for every output, be it an empty one."""
+    with on_device(x.device):
+        z, code, count, statistics, index = _forward(x, *arguments)
+        *_, linked = arguments
+        return (
+            z,
+            code,
+            count,
+            _link(z) if linked else z.new_empty(0),
+            statistics,
+            z.new_empty((0, z.shape[1]), dtype=torch.int64) if index is None else index,
+        )
+
+
+def _link(z: Tensor) -> Tensor:
+    return z.new_zeros(1).expand(z.shape)
 
 
 def eager_link(z: Tensor) -> Tensor:
@@ -121,21 +122,26 @@ def eager_link(z: Tensor) -> Tensor:
     return z.new_empty_strided(z.shape, (0,) * z.dim())
 
 
-def _fake_apply(
+def _fake_forward(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, *arguments: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _, _, _, kind, _, _, relu, lean, save, linked = arguments
+) -> tuple[Tensor, ...]:
+    *_, kind, k, _, relu, lean, save, linked = arguments
     z = torch.empty_like(x, memory_format=memory_format(x))
     saved = kernels.saved_shapes(
         view_of(z), z.element_size(), kind, relu=relu, residual=residual is not None, lean=lean, save=save
     )
     code = x.new_empty(saved.code, dtype=saved.code_dtype)
-    return z, code, x.new_empty(saved.counts, dtype=saved.count_dtype), _link(z, linked)
+    count = x.new_empty(saved.counts, dtype=saved.count_dtype)
+    channels = x.shape[1]
+    statistics = x.new_empty((3, channels), dtype=torch.float32)
+    index = x.new_empty((kernels.kept(kind, k), channels), dtype=torch.int64)
+    return z, code, count, _link(z) if linked else x.new_empty(0), statistics, index
 
 
 def _backward(g: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """:func:`_gradients` as an operator, which has a tensor for every output: an empty one where there is none."""
-    dx, dweight, dbias, dresidual = _gradients(g, *arguments)
+    with on_device(g.device):
+        dx, dweight, dbias, dresidual = _gradients(g, *arguments)
     return dx, dweight, dbias, g.new_empty(0) if dresidual is None else dresidual
 
 
@@ -176,10 +182,10 @@ def _fake_backward(g: Tensor, link: Tensor | None, *arguments: Any) -> tuple[Ten
     return dx, dweight, torch.empty_like(dweight), torch.empty_like(dx) if written else g.new_empty(0)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     """What the backward pass keeps: x (exact), the output (lean), or codes alone (lean, where nobody else keeps it)."""
-    x, weight, bias, residual, link, statistics, index, kind, k, constant, relu, lean, _, linked = inputs
-    z, code, count, *_ = output
+    x, weight, bias, residual, link, *_, kind, k, constant, relu, lean, _, linked = inputs
+    z, code, count, statistics, index = output
     saved = None
     if lean:
         saved = z if kernels.inverts_output(relu=relu, residual=residual is not None) else None
@@ -212,17 +218,17 @@ def _input_gradients(ctx: Any, g: Tensor, link: Tensor | None, backward: Any) ->
 
 
 def _register() -> None:
-    for name, kernel, fake in (
-        ("batch_norm_statistics", _statistics, _fake_statistics),
-        ("batch_norm_apply", _apply, _fake_apply),
-        ("batch_norm_backward", _backward, _fake_backward),
-    ):
-        register(name, kernel, fake)
+    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        z, code, count, _, statistics, index = output
+        ctx.mark_non_differentiable(statistics)  # of integers autograd knows
+        _save(ctx, inputs, (z, code, count, statistics, index))
 
-    def backward(ctx: Any, g: Tensor, _code: Any, _count: Any, link: Tensor) -> tuple[Tensor | None, ...]:
-        return *_input_gradients(ctx, g, link, torch.ops.normmatters.batch_norm_backward), *[None] * 9
+    def backward(ctx: Any, g: Tensor, _code: Any, _count: Any, link: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        return *_input_gradients(ctx, g, link, torch.ops.normmatters.batch_norm_backward), *[None] * 12
 
-    torch.library.register_autograd("normmatters::batch_norm_apply", backward, setup_context=_save, lib=LIBRARY)
+    register("batch_norm_forward", _operator, _fake_forward)
+    register("batch_norm_backward", _backward, _fake_backward)
+    register_gradient("batch_norm_forward", _operator, save, backward)
 
 
 _register()
@@ -239,31 +245,20 @@ class _BatchNorm(torch.autograd.Function):
         bias: Tensor | None,
         residual: Tensor | None,
         link: Tensor | None,
-        running: tuple[Any, ...],
         options: tuple[Any, ...],
     ) -> Tensor | tuple[Tensor, Tensor]:
-        x = _dense(x)
-        added = residual
-        if residual is not None:  # before the statistics, so that nothing is launched between them and what follows
-            added = residual.contiguous(memory_format=memory_format(x))
-        kind, _, _, relu, lean, save, linked = options
-        finalize = kernels.sums(x, *running)
-        if finalize is None:
-            statistics, index = kernels.statistics(x, *running)
-        else:
-            statistics, index = x.new_empty((3, x.shape[1]), dtype=torch.float32), None
-        output = kernels.normalize(
-            x, weight, bias, added, statistics, kind, relu=relu, lean=lean, save=save, early=True, finalize=finalize
-        )
+        inputs = (_dense(x), weight, bias, residual, link, *options)
+        output = _forward(*inputs)
+        *_, save, linked = options
         if save:
-            _save(ctx, (x, weight, bias, residual, link, statistics, index, *options), output)
+            _save(ctx, inputs, output)
         z = output[0]
         return (z, eager_link(z)) if linked else z
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor, link: Tensor | None = None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return *_input_gradients(ctx, g, link, _gradients), None, None
+        return *_input_gradients(ctx, g, link, _gradients), None
 
 
 def batch_norm(
@@ -296,15 +291,10 @@ def batch_norm(
         residual = residual.detach()  # its gradient takes the link
     save = torch.is_grad_enabled() and any_requires_grad(x, weight, bias, residual, link)
     linked = linked and save
-    running = (running_mean, running_var, momentum, eps, kind, k or 0, constant)
-    options = (kind, k or 0, constant, relu, lean, save, linked)
+    options = (running_mean, running_var, batches, momentum, eps, kind, k or 0, constant, relu, lean, save, linked)
     if not needs_operators():
         with on_device(x.device):
-            out = _BatchNorm.apply(x, weight, bias, residual, link, (*running, batches), options)
+            out = _BatchNorm.apply(x, weight, bias, residual, link, options)
         return out if linked else (out, None)
-    with torch.no_grad():
-        statistics, index = torch.ops.normmatters.batch_norm_statistics(x.detach(), *running)
-    z, _, _, out = torch.ops.normmatters.batch_norm_apply(x, weight, bias, residual, link, statistics, index, *options)
-    if batches is not None:
-        batches.add_(1)
+    z, _, _, out, *_ = torch.ops.normmatters.batch_norm_forward(x, weight, bias, residual, link, *options)
     return z, out if linked else None

@@ -1,7 +1,6 @@
 """Batch norm, ReLU and max pool as operators, ``torch.ops.normmatters.pooled_batch_norm_*``, and as one eager node.
 
-As in :mod:`normmatters.kernels.ops`: the statistics are its ``batch_norm_statistics``, and the operator behind them is
-functional, with the gradient of the whole.
+As in :mod:`normmatters.kernels.ops`: an operator for the whole forward pass, and one for its gradient.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from normmatters.kernels import ops  # noqa: F401 (registers the statistics)
 from normmatters.kernels.library import (
     LIBRARY,
     any_requires_grad,
@@ -19,13 +17,15 @@ from normmatters.kernels.library import (
     on_device,
     once_differentiable,
     register,
+    register_gradient,
 )
 from normmatters.kernels.triton import batch_norm as whole
 from normmatters.kernels.triton import pooled_batch_norm as kernels
 
 LIBRARY.define(
-    "pooled_batch_norm_apply(Tensor x, Tensor? weight, Tensor? bias, Tensor statistics, float constant, bool save) "
-    "-> (Tensor, Tensor, Tensor, Tensor)"
+    "pooled_batch_norm_forward(Tensor x, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, "
+    "Tensor(b!)? running_var, Tensor(c!)? batches, float momentum, float eps, float constant, bool save) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 LIBRARY.define(
     "pooled_batch_norm_backward(Tensor g, Tensor winner, Tensor code, Tensor count, Tensor statistics, Tensor? weight, "
@@ -37,19 +37,33 @@ def _channels_last(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last)
 
 
-def _apply(
+def _forward(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    statistics: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    batches: Tensor | None,
+    momentum: float,
+    eps: float,
     constant: float,
     save: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The pooled output, and what the backward pass needs (empty unless ``save``): winners, codes, counts."""
-    return kernels.normalize(_channels_last(x), weight, bias, statistics, save=save)
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The pooled output, and what the backward pass needs: winners, codes, counts (empty unless ``save``), statistics.
+
+    Moves the running statistics and raises ``batches`` by one.
+    """
+    x = _channels_last(x)
+    statistics, _ = whole.statistics(x, running_mean, running_var, momentum, eps, "l1", 0, constant, batches)
+    return *kernels.normalize(x, weight, bias, statistics, save=save), statistics
 
 
-def _fake_apply(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _operator(x: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    with on_device(x.device):
+        return _forward(x, *arguments)
+
+
+def _fake_forward(x: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     *_, save = arguments
     shape = kernels.shape_of(x)
     saved = kernels.saved_shapes(shape, x.element_size(), save=save)
@@ -58,6 +72,7 @@ def _fake_apply(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Ten
         x.new_empty(saved.winner),
         x.new_empty(saved.code, dtype=torch.uint8),
         x.new_empty(saved.counts, dtype=saved.count_dtype),
+        x.new_empty((3, x.shape[1]), dtype=torch.float32),
     )
 
 
@@ -75,6 +90,11 @@ def _backward(
     return kernels.gradient(_channels_last(g), winner, code, count, statistics, weight, constant, (height, width))
 
 
+def _backward_operator(g: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    with on_device(g.device):
+        return _backward(g, *arguments)
+
+
 def _fake_backward(g: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     *_, height, width = arguments
     shape = (*g.shape[:2], height, width)
@@ -84,9 +104,9 @@ def _fake_backward(g: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, weight, bias, statistics, constant, _ = inputs
-    _, winner, code, count = output
-    ctx.save_for_backward(winner, code, count, statistics, weight)
+    x, weight, bias, *_, constant, _ = inputs
+    _, *saved = output
+    ctx.save_for_backward(*saved, weight)
     ctx.arguments = (constant, int(x.shape[2]), int(x.shape[3]))
     ctx.bias_dtype = None if bias is None else bias.dtype
 
@@ -103,13 +123,17 @@ def _input_gradients(ctx: Any, g: Tensor, backward: Any) -> tuple[Tensor | None,
 
 
 def _register() -> None:
-    register("pooled_batch_norm_apply", _apply, _fake_apply)
-    register("pooled_batch_norm_backward", _backward, _fake_backward)
+    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        _, winner, _, _, statistics = output
+        ctx.mark_non_differentiable(winner, statistics)
+        _save(ctx, inputs, output)
 
     def backward(ctx: Any, g: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        return *_input_gradients(ctx, g, torch.ops.normmatters.pooled_batch_norm_backward), *[None] * 3
+        return *_input_gradients(ctx, g, torch.ops.normmatters.pooled_batch_norm_backward), *[None] * 7
 
-    torch.library.register_autograd("normmatters::pooled_batch_norm_apply", backward, setup_context=_save, lib=LIBRARY)
+    register("pooled_batch_norm_forward", _operator, _fake_forward)
+    register("pooled_batch_norm_backward", _backward_operator, _fake_backward)
+    register_gradient("pooled_batch_norm_forward", _operator, save, backward)
 
 
 _register()
@@ -124,20 +148,19 @@ class _PooledBatchNorm(torch.autograd.Function):
         x: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        running: tuple[Any, ...],
         options: tuple[Any, ...],
     ) -> Tensor:
-        statistics, _ = whole.statistics(x, *running)
-        output = _apply(x, weight, bias, statistics, *options)
+        inputs = (x, weight, bias, *options)
+        output = _forward(*inputs)
         *_, save = options
         if save:
-            _save(ctx, (x, weight, bias, statistics, *options), output)
+            _save(ctx, inputs, output)
         return output[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return *_input_gradients(ctx, g, _backward), None, None
+        return *_input_gradients(ctx, g, _backward), None
 
 
 def pooled_batch_norm(
@@ -158,15 +181,10 @@ def pooled_batch_norm(
     """
     weight, bias = weight if weight is None else weight.contiguous(), bias if bias is None else bias.contiguous()
     save = torch.is_grad_enabled() and any_requires_grad(x, weight, bias)
-    running = (running_mean, running_var, momentum, eps, "l1", 0, constant)
-    options = (constant, save)
+    options = (running_mean, running_var, batches, momentum, eps, constant, save)
     if not needs_operators():
         with on_device(x.device):
-            out: Tensor = _PooledBatchNorm.apply(x, weight, bias, (*running, batches), options)
+            out: Tensor = _PooledBatchNorm.apply(x, weight, bias, options)
         return out
-    with torch.no_grad():
-        statistics, _ = torch.ops.normmatters.batch_norm_statistics(x.detach(), *running)
-    z: Tensor = torch.ops.normmatters.pooled_batch_norm_apply(x, weight, bias, statistics, *options)[0]
-    if batches is not None:
-        batches.add_(1)
+    z: Tensor = torch.ops.normmatters.pooled_batch_norm_forward(x, weight, bias, *options)[0]
     return z

@@ -1,7 +1,6 @@
 """Two added L1 batch norms as PyTorch operators, ``torch.ops.normmatters.twin_batch_norm_*``, and as one eager node.
 
-As for one norm (:mod:`normmatters.kernels.ops`): the statistics of each input are that module's own operator, what
-follows is functional, and its autograd formula is the gradient of the whole.
+As for one norm (:mod:`normmatters.kernels.ops`): an operator for the whole forward pass, and one for its gradient.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from normmatters.kernels.library import (
     on_device,
     once_differentiable,
     register,
+    register_gradient,
 )
 from normmatters.kernels.ops import _dense, _format, _link, eager_link
 from normmatters.kernels.triton import batch_norm
@@ -26,9 +26,10 @@ from normmatters.kernels.triton.layout import memory_format, view_of
 from normmatters.kernels.triton.twin_batch_norm import Normed
 
 LIBRARY.define(
-    "twin_batch_norm_apply(Tensor x1, Tensor? weight1, Tensor? bias1, Tensor x2, Tensor? weight2, Tensor? bias2, "
-    "Tensor statistics1, Tensor statistics2, float constant1, float constant2, bool lean, bool save, bool linked) "
-    "-> (Tensor, Tensor, Tensor)"
+    "twin_batch_norm_forward(Tensor x1, Tensor? weight1, Tensor? bias1, Tensor x2, Tensor? weight2, Tensor? bias2, "
+    "Tensor(a!)? running_mean1, Tensor(b!)? running_var1, Tensor(c!)? batches1, float momentum1, float eps1, "
+    "float constant1, Tensor(d!)? running_mean2, Tensor(e!)? running_var2, Tensor(f!)? batches2, float momentum2, "
+    "float eps2, float constant2, bool lean, bool save, bool linked) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 LIBRARY.define(
     "twin_batch_norm_backward(Tensor g, Tensor? link, Tensor x1, Tensor x2, Tensor code, Tensor statistics1, "
@@ -37,34 +38,58 @@ LIBRARY.define(
 )
 
 
-def _apply(
+def _forward(
     x1: Tensor,
     weight1: Tensor | None,
     bias1: Tensor | None,
     x2: Tensor,
     weight2: Tensor | None,
     bias2: Tensor | None,
-    statistics1: Tensor,
-    statistics2: Tensor,
+    running_mean1: Tensor | None,
+    running_var1: Tensor | None,
+    batches1: Tensor | None,
+    momentum1: float,
+    eps1: float,
     constant1: float,
+    running_mean2: Tensor | None,
+    running_var2: Tensor | None,
+    batches2: Tensor | None,
+    momentum2: float,
+    eps2: float,
     constant2: float,
     lean: bool,
     save: bool,
     linked: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The output, the codes that the backward pass needs (empty unless ``save``), and the link if wanted."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The output, its codes (empty unless ``save``), both statistics; moves the running ones and counts the batch."""
     x1 = _dense(x1)
     x2 = x2.contiguous(memory_format=memory_format(x1))
+    # The shortcut's first: it was written last, and what is still in the cache of it is read from there.
+    statistics2, _ = batch_norm.statistics(
+        x2, running_mean2, running_var2, momentum2, eps2, "l1", 0, constant2, batches2
+    )
+    statistics1, _ = batch_norm.statistics(
+        x1, running_mean1, running_var1, momentum1, eps1, "l1", 0, constant1, batches1
+    )
     first, second = Normed(weight1, bias1, statistics1), Normed(weight2, bias2, statistics2)
     z, code = kernels.normalize(x1, first, x2, second, lean=lean, save=save)
-    return z, code, _link(z, linked)
+    return z, code, statistics1, statistics2
 
 
-def _fake_apply(x1: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _operator(x1: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    """:func:`_forward` and the link as an operator, which has a tensor for every output, be it an empty one."""
+    with on_device(x1.device):
+        z, code, *statistics = _forward(x1, *arguments)
+        *_, linked = arguments
+        return z, code, _link(z) if linked else z.new_empty(0), *statistics
+
+
+def _fake_forward(x1: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     *_, lean, save, linked = arguments
     z = torch.empty_like(x1, memory_format=memory_format(x1))
     shape, dtype = kernels.code_shape(view_of(z), lean=lean, save=save)
-    return z, x1.new_empty(shape, dtype=dtype), _link(z, linked)
+    statistics = (x1.new_empty((3, x1.shape[1]), dtype=torch.float32) for _ in range(2))
+    return z, x1.new_empty(shape, dtype=dtype), _link(z) if linked else x1.new_empty(0), *statistics
 
 
 def _backward(
@@ -90,6 +115,11 @@ def _backward(
     return kernels.gradient(g, link, x1, x2, code, first, second, constant1, constant2, lean=lean)
 
 
+def _backward_operator(g: Tensor, *arguments: Any) -> kernels.Gradients:
+    with on_device(g.device):
+        return _backward(g, *arguments)
+
+
 def _fake_backward(g: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     *_, channels_last = arguments
     layout, channels = _format(g, channels_last), g.shape[1]
@@ -97,12 +127,13 @@ def _fake_backward(g: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     return (*one, *(torch.empty_like(t) for t in one))
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     """What the backward pass keeps: the inputs (exact), or codes alone (lean)."""
-    x1, weight1, bias1, x2, weight2, bias2, statistics1, statistics2, constant1, constant2, lean, _, linked = inputs
+    x1, weight1, bias1, x2, weight2, bias2, *_, constant1, _, _, _, _, _, constant2, lean, _, linked = inputs
+    _, code, *statistics = output
     layout = memory_format(x1)
     kept = (None, None) if lean else (_dense(x1), x2.contiguous(memory_format=layout))
-    ctx.save_for_backward(*kept, output[1], statistics1, statistics2, weight1, weight2)
+    ctx.save_for_backward(*kept, code, *statistics, weight1, weight2)
     ctx.linked = linked
     ctx.dtypes = [None if t is None else t.dtype for t in (x1, weight1, bias1, x2, weight2, bias2)]
     ctx.arguments = (constant1, constant2, lean, layout is not torch.contiguous_format)
@@ -118,13 +149,17 @@ def _input_gradients(ctx: Any, g: Tensor, link: Tensor | None, backward: Any) ->
 
 
 def _register() -> None:
-    register("twin_batch_norm_apply", _apply, _fake_apply)
-    register("twin_batch_norm_backward", _backward, _fake_backward)
+    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        z, code, _, *statistics = output
+        ctx.mark_non_differentiable(*statistics)
+        _save(ctx, inputs, (z, code, *statistics))
 
-    def backward(ctx: Any, g: Tensor, _code: Any, link: Tensor) -> tuple[Tensor | None, ...]:
-        return *_input_gradients(ctx, g, link, torch.ops.normmatters.twin_batch_norm_backward), *[None] * 7
+    def backward(ctx: Any, g: Tensor, _code: Any, link: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        return *_input_gradients(ctx, g, link, torch.ops.normmatters.twin_batch_norm_backward), *[None] * 15
 
-    torch.library.register_autograd("normmatters::twin_batch_norm_apply", backward, setup_context=_save, lib=LIBRARY)
+    register("twin_batch_norm_forward", _operator, _fake_forward)
+    register("twin_batch_norm_backward", _backward_operator, _fake_backward)
+    register_gradient("twin_batch_norm_forward", _operator, save, backward)
 
 
 _register()
@@ -142,18 +177,13 @@ class _TwinBatchNorm(torch.autograd.Function):
         x2: Tensor,
         weight2: Tensor | None,
         bias2: Tensor | None,
-        running: tuple[tuple[Any, ...], tuple[Any, ...]],
         options: tuple[Any, ...],
     ) -> Tensor | tuple[Tensor, Tensor]:
         x1 = _dense(x1)
         x2 = x2.contiguous(memory_format=memory_format(x1))
-        # The shortcut's first: it was written last, and what is still in the cache of it is read from there.
-        statistics2, _ = batch_norm.statistics(x2, *running[1])
-        statistics1, _ = batch_norm.statistics(x1, *running[0])
-        inputs = (x1, weight1, bias1, x2, weight2, bias2, statistics1, statistics2, *options)
-        *_, lean, save, linked = options
-        first, second = Normed(weight1, bias1, statistics1), Normed(weight2, bias2, statistics2)
-        output = kernels.normalize(x1, first, x2, second, lean=lean, save=save)
+        inputs = (x1, weight1, bias1, x2, weight2, bias2, *options)
+        output = _forward(*inputs)
+        *_, save, linked = options
         if save:
             _save(ctx, inputs, output)
         z = output[0]
@@ -162,7 +192,7 @@ class _TwinBatchNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor, link: Tensor | None = None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return *_input_gradients(ctx, g, link, _backward), None, None
+        return *_input_gradients(ctx, g, link, _backward), None
 
 
 #: Running mean and variance, weight, bias, momentum, eps, constant and number of batches (raised by one) of one norm.
@@ -174,22 +204,16 @@ def twin_batch_norm(
 ) -> tuple[Tensor, Tensor | None]:
     """relu(norm₁(x₁) + norm₂(x₂)) in training, and its link if ``linked``; the dispatcher has checked the arguments."""
     tensors: list[Tensor | None] = []
-    running = []
+    options: list[Any] = []
     for x, (running_mean, running_var, weight, bias, momentum, eps, constant, batches) in ((x1, first), (x2, second)):
         tensors += [x, *(None if t is None else t.contiguous() for t in (weight, bias))]
-        running.append((running_mean, running_var, momentum, eps, "l1", 0, constant, batches))
+        options += [running_mean, running_var, batches, momentum, eps, constant]
     save = torch.is_grad_enabled() and any_requires_grad(*tensors)
     linked = linked and save
-    options = (first[-2], second[-2], memory == "lean", save, linked)
+    options += [memory == "lean", save, linked]
     if not needs_operators():
         with on_device(x1.device):
-            out = _TwinBatchNorm.apply(*tensors, tuple(running), options)
+            out = _TwinBatchNorm.apply(*tensors, tuple(options))
         return out if linked else (out, None)
-    with torch.no_grad():
-        statistics2, _ = torch.ops.normmatters.batch_norm_statistics(x2.detach(), *running[1][:-1])
-        statistics1, _ = torch.ops.normmatters.batch_norm_statistics(x1.detach(), *running[0][:-1])
-    z, _, link = torch.ops.normmatters.twin_batch_norm_apply(*tensors, statistics1, statistics2, *options)
-    for *_, batches in running:
-        if batches is not None:
-            batches.add_(1)
+    z, _, link, *_ = torch.ops.normmatters.twin_batch_norm_forward(*tensors, *options)
     return z, link if linked else None

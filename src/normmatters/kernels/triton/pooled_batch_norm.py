@@ -82,8 +82,8 @@ def tiling_of(shape: Shape, itemsize: int) -> Tiling:
 class Saved(NamedTuple):
     """Shapes and dtypes of what the backward pass needs."""
 
-    winner: tuple[int, ...] = (0,)
-    code: tuple[int, ...] = (0,)
+    winner: tuple[int, int] = (0, 0)
+    code: tuple[int, int] = (0, 0)
     counts: tuple[int, int] = (0, 0)
     count_dtype: torch.dtype = torch.int32
 
@@ -93,9 +93,9 @@ def saved_shapes(shape: Shape, itemsize: int, *, save: bool) -> Saved:
     if not save:
         return Saved()
     tiling = tiling_of(shape, itemsize)
-    batch, channels, height, width = shape.pooled
-    stored = (batch, height, width, channels)
-    return Saved(stored, stored, (tiling.splits, channels), count_dtype(tiling, OWNED))
+    # Two dimensions: a compiler that prefers channels last would lay out four of them anew, there and back.
+    stored = (shape.windows, shape.channels)
+    return Saved(stored, stored, (tiling.splits, shape.channels), count_dtype(tiling, OWNED))
 
 
 class Plan(NamedTuple):
