@@ -6,11 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch.nn.utils.parametrize import is_parametrized
 
 from normmatters.lab import experiments
 from normmatters.lab.data import USUAL_FOLDER
 from normmatters.lab.data.numerals import LIMIT, english, german, splits
 from normmatters.lab.experiments import PRESETS, load_cell, load_cells, load_file
+from normmatters.lab.models import build_image_model
 from normmatters.lab.paper import CLAIMS, EXPERIMENTS
 from normmatters.lab.reproduce import plan
 
@@ -56,6 +59,30 @@ def test_the_body_is_the_papers_regime() -> None:
     assert (transformer.betas, transformer.warmup_steps, transformer.label_smoothing) == ((0.9, 0.98), 4000, 0.1)
     half = load_cell("fig3/l2_fp16_acc32").config("cifar").precision
     assert (half.arithmetic, half.accumulate) == ("fp16", "fp32")
+
+
+def test_weight_norm_on_resnet56_begins_gently() -> None:
+    cells = (
+        "table1/resnet56_bwn",
+        "table1/resnet56_wn",
+        "lp_weight_norm/l1",
+        "lp_weight_norm/l2",
+        "lp_weight_norm/linf",
+    )
+    for name in cells:
+        assert load_cell(name).config("short").optim.warmup_steps == 390  # an epoch
+        assert load_cell(name).config("quick").optim.warmup_steps == 25  # an epoch too
+    assert load_cell("table1/resnet56_bn").config("short").optim.warmup_steps == 0
+
+
+@pytest.mark.parametrize("name", ["table1/resnet56_bwn", "lp_weight_norm/l1", "lp_weight_norm/linf"])
+def test_bounded_weights_of_resnet56_keep_their_initial_scale(name: str) -> None:
+    model = build_image_model(load_cell(name).config("full").model, channels=3, classes=10, size=32)
+    ratios = [
+        m.weight.norm() / m.parametrizations.weight.original.norm() for m in model.modules() if is_parametrized(m)
+    ]
+    assert len(ratios) == 57
+    assert torch.stack(ratios).log().mean().exp().item() == pytest.approx(1, abs=0.02)
 
 
 def test_short_is_cifar_with_fewer_epochs() -> None:
