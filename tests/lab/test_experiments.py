@@ -61,7 +61,7 @@ def test_the_body_is_the_papers_regime() -> None:
     assert (half.arithmetic, half.accumulate) == ("fp16", "fp32")
 
 
-def test_weight_norm_on_resnet56_begins_gently() -> None:
+def test_weight_norm_on_resnets_begins_gently() -> None:
     cells = (
         "table1/resnet56_bwn",
         "table1/resnet56_wn",
@@ -72,7 +72,11 @@ def test_weight_norm_on_resnet56_begins_gently() -> None:
     for name in cells:
         assert load_cell(name).config("short").optim.warmup_steps == 390  # an epoch
         assert load_cell(name).config("quick").optim.warmup_steps == 25  # an epoch too
-    assert load_cell("table1/resnet56_bn").config("short").optim.warmup_steps == 0
+    for name in ("fig4/bwn", "fig4/wn"):
+        warmup = {preset: load_cell(name).config(preset).optim.warmup_steps for preset in ("full", "cifar", "quick")}
+        assert warmup == {"full": 5004, "cifar": 390, "quick": 20}
+    for name in ("table1/resnet56_bn", "fig4/bn"):
+        assert load_cell(name).config("short").optim.warmup_steps == 0
 
 
 @pytest.mark.parametrize("name", ["table1/resnet56_bwn", "lp_weight_norm/l1", "lp_weight_norm/linf"])
