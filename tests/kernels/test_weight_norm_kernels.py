@@ -269,6 +269,26 @@ def test_outside_the_pass_layers_compute_their_own(calls):
     torch.testing.assert_close(model.stem.weight, -fresh)
 
 
+def test_nothing_of_the_last_step_is_left_in_the_next(calls):
+    """Nodes that collect gradients belong to a stream: kept ones would bind every step to the first one's."""
+    model = fuse(net())
+
+    def collectors() -> list:
+        nodes, found = [model(BATCH.to(DEVICE)).grad_fn], []
+        while nodes:
+            node = nodes.pop()
+            nodes += [following for following, _ in node.next_functions if following is not None]
+            found += [node] if hasattr(node, "variable") else []
+        return found
+
+    first = collectors()
+    assert len(first) > 2
+    for node in first:
+        node.metadata["first"] = True
+    del first, node
+    assert not any("first" in node.metadata for node in collectors())
+
+
 def test_eval_without_grad(calls):
     model, reference = fuse(net()).eval(), net().eval()
     with torch.no_grad():

@@ -140,6 +140,10 @@ class _Fusion:
             return
         from normmatters.kernels.weight_norm_ops import Together, bounded_weights_of
 
+        # Before the new weights: as long as the last ones live, so do the nodes that collect v's gradients, and with
+        # them the stream on which they were made. A step that is captured on another one could not be.
+        for layer in self.layers:
+            layer.norm.ready.forget()
         v: list[Any] = [layer.v() for layer in self.layers]
         rho: list[Any] = [layer.norm._buffers["rho"] for layer in self.layers]
         buckets = torch.distributed.is_available() and torch.distributed.is_initialized()

@@ -27,6 +27,10 @@ class ReadyWeight:
         """Make ``weight`` ready for the forward pass that begins."""
         self._weight, self._kept, self._recorded = weight, None, False
 
+    def forget(self) -> None:
+        """Let go of what was kept for a backward pass."""
+        self._kept = None
+
     def clear(self, v: Tensor | None) -> None:
         """The forward pass has ended; v is None where the weight norm is no more."""
         # Reentrant checkpoints run without recording first, and again with a graph of their own: a weight that belongs
