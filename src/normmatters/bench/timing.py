@@ -34,11 +34,15 @@ class Timing:
 
 
 def rotation(tensor_bytes: int, device: torch.device) -> int:
-    """How many sets of tensors to take turns with, so that none is found in the L2 cache when its turn comes."""
+    """How many sets of tensors to take turns with, so that none is found in the L2 cache when its turn comes.
+
+    At least four, where they are not huge: the start of a graph, some 10 µs, is shared by that many calls.
+    """
     if device.type != "cuda":
         return 1
     cache = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0) or 64 * 2**20
-    return min(max(1, math.ceil(2 * cache / tensor_bytes)), 32)
+    least = 4 if tensor_bytes < 2**30 else 1
+    return min(max(least, math.ceil(2 * cache / tensor_bytes)), 32)
 
 
 def time_calls(calls: Sequence[Call], device: torch.device, *, quick: bool = False) -> Timing:
