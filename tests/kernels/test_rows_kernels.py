@@ -156,6 +156,31 @@ def test_every_row_has_one_task():
     assert before[3] == sum(x.shape[0] for x in tensors[:3])
 
 
+def test_tables_that_two_threads_make_at_once_are_one(monkeypatch):
+    """A graph reads the tables of its capture: those that are kept, not some that end with the plan."""
+    tensors = matrices([(5, 7), (3, 1009)])
+    whole, others = rows.places_of, []
+
+    def meanwhile(sizes):
+        monkeypatch.setattr(rows, "places_of", whole)
+        others.append(rows.tables_of(tensors))
+        return whole(sizes)
+
+    monkeypatch.setattr(rows, "places_of", meanwhile)
+    assert rows.tables_of(tensors) is others[0]
+    assert rows.tables_of(tensors) is others[0]
+
+
+def test_tables_do_not_follow_the_default_device():
+    tensors = matrices([(4, 6), (2, 1013)])
+    pointers = [x.data_ptr() for x in tensors]
+    with torch.device("meta"):
+        tables, addresses = rows.tables_of(tensors), rows.address_table(pointers, tensors[0].device)
+    assert tables.layers.device == addresses.device == tensors[0].device
+    assert tables.layers.tolist() == [[6, 1013], [4, 2], [0, 64], [0, 4]]
+    assert addresses.tolist() == pointers
+
+
 def test_addresses_follow_the_tensors():
     first, second = torch.zeros(3, device=DEVICE), torch.zeros(3, device=DEVICE)
     pointers = [first.data_ptr(), second.data_ptr()]
