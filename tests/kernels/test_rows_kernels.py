@@ -18,7 +18,6 @@ from normmatters.optim._rows import Channels
 from normmatters.optim.multi_tensor import Momentum, rotate_channel_
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
 
 
 def matrices(shapes: list[tuple[int, ...]]) -> list[Tensor]:
@@ -191,7 +190,6 @@ def test_addresses_follow_the_tensors():
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_many_address_tables():
     """More than are kept: the oldest go, and the right one is used."""
     for _ in range(rows._MAX_ADDRESS_TABLES + 8):
@@ -202,7 +200,6 @@ def test_many_address_tables():
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_a_graph_keeps_its_own_addresses():
     shapes = [(64, 147), (256, 64), (512, 4608)]
     weights, directions, grads = (matrices(shapes) for _ in range(3))
@@ -352,7 +349,6 @@ def test_step_size_correction_takes_the_same_steps_through_the_kernels(monkeypat
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_the_recorder_in_a_graph_through_the_kernel_and_plain(monkeypatch):
     shapes = [(64, 3, 7, 7), (256, 64, 1, 1), (512, 512, 3, 3)]
     runs = []
