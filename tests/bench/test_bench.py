@@ -267,7 +267,7 @@ def test_what_is_timed_is_compared_with_the_plain_network(capsys: pytest.Capture
     with pytest.raises(harness.Wrong, match="the timed network's"):
         resnet50.check_same(step, model, model)
     step.model = lambda x: model(x).half()  # as a cache of compiled graphs that forgets autocast's dtype would
-    with pytest.raises(harness.Wrong, match="computes in torch.float16 where autocast asks for torch.bfloat16"):
+    with pytest.raises(harness.Wrong, match="where autocast asks for"):
         step()
 
 
