@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from normmatters.kernels.triton import apply, select, stats
+from normmatters.kernels.triton.coefficients import gradient_kernel
+from normmatters.kernels.triton.input_gradient import input_gradient_kernel, scatter_kernel
 from normmatters.kernels.triton.launch import Launch
 from normmatters.kernels.triton.layout import (
     ROWS_PER_CODE,
@@ -20,6 +21,11 @@ from normmatters.kernels.triton.layout import (
     tiling_of,
     view_of,
 )
+from normmatters.kernels.triton.normalize import normalize_kernel
+from normmatters.kernels.triton.reduce import reduce_kernel
+from normmatters.kernels.triton.select import select_kernel
+from normmatters.kernels.triton.small_stats import deviation_kernel, whole_finalize_kernel
+from normmatters.kernels.triton.stats import finalize_kernel, moments_kernel, pilot_kernel
 
 KINDS = {"l1": 0, "l2": 1, "linf": 2, "topk": 2, "range": 3, "mean": 4}
 
@@ -169,7 +175,7 @@ def _statistics_plan(view: View, dtype: torch.dtype, kind: str, k: int, moved: M
         pilot, pilot_splits, samples = _pilot(view)
     sizes = (view.rows, view.cols, view.spatial, view.channels, entries)
     moments = _launch(
-        stats.moments_kernel,
+        moments_kernel,
         (-(-view.cols // tiling.block_c), tiling.splits),
         (*sizes, samples, tiling.tiles),
         {
@@ -191,7 +197,7 @@ def _statistics_plan(view: View, dtype: torch.dtype, kind: str, k: int, moved: M
             -(-tiling.tiles // tiling.splits) * ROWS_PER_CODE * (1 if keep > 1 else tiling.block_r) * tiling.group
         )
         finish = _launch(
-            select.select_kernel,
+            select_kernel,
             (view.channels, 1),
             (*sizes, tiling.splits, per_channel, tiling.tiles, groups, elements, view.n),
             {
@@ -208,7 +214,7 @@ def _statistics_plan(view: View, dtype: torch.dtype, kind: str, k: int, moved: M
     else:
         block_c, block_e, programs = _channel_blocks(view)
         finish = _launch(
-            stats.finalize_kernel,
+            finalize_kernel,
             (programs, 1),
             (*sizes, tiling.splits, per_channel, samples, min(view.n, BEND_SAMPLES), view.n),
             {
@@ -255,7 +261,7 @@ def _pilot(view: View) -> tuple[Launch, int, int]:
     block_i = min(16384 // block_j, next_power_of_2(work))
     splits = 1 << max(0, min(16, -(-work // block_i)).bit_length() - 1)
     launch = _launch(
-        stats.pilot_kernel,
+        pilot_kernel,
         (blocks, splits),
         (view.rows, view.cols, view.spatial, view.channels, samples, step),
         {"CONTIGUOUS": contiguous, "BLOCK_I": block_i, "BLOCK_J": block_j},
@@ -342,7 +348,7 @@ def _normalize_plan(
     tiling = apply_tiling_of(view, dtype.itemsize)
     bits = code_bits(kind, relu=relu, residual=residual, lean=lean) if save else 0
     launch = _launch(
-        apply.normalize_kernel,
+        normalize_kernel,
         (-(-view.cols // tiling.block_c), tiling.splits),
         (view.rows, view.cols, view.spatial, view.channels, tiling.entries(view), tiling.tiles),
         {
@@ -436,7 +442,7 @@ def _sums_plan(view: View, dtype: torch.dtype, kind: str) -> SumsPlan | None:
     grid = (-(-view.cols // tiling.block_c), tiling.splits)
     even = _even(view, tiling)
     sums = _launch(
-        stats.moments_kernel,
+        moments_kernel,
         grid,
         (view.rows, view.cols, 1, view.channels, view.channels, view.n, tiling.tiles),
         {
@@ -455,7 +461,7 @@ def _sums_plan(view: View, dtype: torch.dtype, kind: str) -> SumsPlan | None:
     deviations = None
     if kind != "mean":
         deviations = _launch(
-            stats.deviation_kernel,
+            deviation_kernel,
             grid,
             (view.rows, view.cols, tiling.tiles),
             {
@@ -476,7 +482,7 @@ def _sums_plan(view: View, dtype: torch.dtype, kind: str) -> SumsPlan | None:
 def _whole_plan(view: View, dtype: torch.dtype, kind: str, moved: Moved) -> Launch:
     tiling = apply_tiling_of(view, dtype.itemsize)
     return _launch(
-        stats.whole_finalize_kernel,
+        whole_finalize_kernel,
         (-(-view.cols // tiling.block_c), 1),
         (view.rows, view.cols),
         {
@@ -539,7 +545,7 @@ def coefficients_launch(
     """The launch that makes dγ, dβ and dx's coefficients from the partial sums of one ``tiling``."""
     block_c, block_e, programs = _channel_blocks(view)
     return _launch(
-        apply.gradient_kernel,
+        gradient_kernel,
         (programs, 1),
         (view.channels, tiling.entries(view), tiling.splits, view.spatial // tiling.group, view.n),
         {
@@ -581,7 +587,7 @@ def _gradient_plan(
     grid = (-(-view.cols // tiling.block_c), tiling.splits)
     sizes = (view.rows, view.cols, view.spatial, view.channels)
     reduce = _launch(
-        apply.reduce_kernel,
+        reduce_kernel,
         grid,
         (*sizes, entries, tiling.tiles),
         {
@@ -604,7 +610,7 @@ def _gradient_plan(
     # What the sums kernel wrote of a linked gradient is behind the ReLU already.
     masks = relu and not linked
     input_gradient = _launch(
-        apply.input_gradient_kernel,
+        input_gradient_kernel,
         grid,
         (*sizes, tiling.tiles),
         {
@@ -631,7 +637,7 @@ def _gradient_plan(
     if terms:
         block = min(128, next_power_of_2(view.channels))
         grid = (-(-view.channels // block), 1)
-        scatter = _launch(apply.scatter_kernel, grid, (view.channels,), {"K": terms, "BLOCK_C": block}, num_warps=1)
+        scatter = _launch(scatter_kernel, grid, (view.channels,), {"K": terms, "BLOCK_C": block}, num_warps=1)
     planes = 1 if kind == "mean" else 2
     return GradientPlan(reduce, finish, input_gradient, scatter, 4 * view.channels + planes * tiling.splits * entries)
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from normmatters.kernels.triton import apply, pooled
+from normmatters.kernels.triton import coefficients, pooled
 from normmatters.kernels.triton.batch_norm import (
     MAX_REGISTERS,
     Affine,
@@ -131,7 +131,7 @@ def _plan(shape: Shape, dtype: torch.dtype, affine: Affine, save: bool) -> Plan:
             (*sizes, tiling.tiles),
             {**even, **blocks},
         ),
-        coefficients_launch(shape.view, dtype, affine, tiling, "l1", 0, apply.FROM_INPUT.value),
+        coefficients_launch(shape.view, dtype, affine, tiling, "l1", 0, coefficients.FROM_INPUT.value),
         launch(
             pooled.pooled_input_gradient_kernel,
             grid,

@@ -5,7 +5,7 @@ written and read back, and the gradient behind the ReLU, which is both norms' gr
 more. Here the forward pass reads x₁ and x₂ and writes z; the backward pass reads g for the three sums Σg, Σg·x̂₁ and
 Σg·x̂₂, and once more for both inputs' gradients.
 
-Codes stand in two planes, one a norm, as in :mod:`~normmatters.kernels.triton.apply`; what is open they say in the
+Codes stand in two planes, one a norm, as in :mod:`~normmatters.kernels.triton.codes`; what is open they say in the
 first plane only. Lean: four bits a norm, and x̂₂'s are always 1 … 14. Exact: two bits, and one of
 them for the second norm.
 
@@ -18,23 +18,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from normmatters.kernels.triton.apply import (
-    FROM_CODE,
-    FROM_INPUT,
+from normmatters.kernels.triton.codes import (
     coarse,
     coarse_code,
     has_bit,
     is_open_code,
-    load_affine,
     load_words,
     pack,
     pack_codes,
     rows_above,
-    solve,
     store_words,
 )
+from normmatters.kernels.triton.coefficients import FROM_CODE, FROM_INPUT, solve
 from normmatters.kernels.triton.launch import wait_for_previous
-from normmatters.kernels.triton.stats import L1, ROWS, add_entries, by_group, load_tile, tile_rows
+from normmatters.kernels.triton.scale import L1
+from normmatters.kernels.triton.tiles import ROWS, add_entries, by_group, load_affine, load_tile, tile_rows
 
 
 @triton.jit
