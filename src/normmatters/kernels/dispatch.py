@@ -115,7 +115,7 @@ def batch_norm_backend(
 def _why_not_batch_norm_kernel(input: Tensor, kind: str, k: int | None) -> str:
     if kind in ("l1", "l2", "mean"):
         return ""
-    from normmatters.kernels.triton import batch_norm as kernels
+    from normmatters.kernels.triton import batch_norm_statistics as kernels
 
     if kind == "lp":
         return "there are kernels for p = 1, 2, inf, Top(k), range and mean-only, not for a general p"
@@ -130,7 +130,7 @@ def _why_not_batch_norm_kernel(input: Tensor, kind: str, k: int | None) -> str:
 
 def _groups(shape: tuple[int, ...], contiguous: bool, itemsize: int, k: int) -> int:
     """Groups a channel of an input of this shape."""
-    from normmatters.kernels.triton import batch_norm as kernels
+    from normmatters.kernels.triton import batch_norm_statistics as kernels
     from normmatters.kernels.triton.layout import _view
 
     return kernels.groups_of(_view(shape, contiguous), itemsize, k)

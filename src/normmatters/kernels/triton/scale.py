@@ -12,6 +12,16 @@ EXTREME: tl.constexpr = tl.constexpr(2)  # L∞ and Top(k)
 RANGE: tl.constexpr = tl.constexpr(3)
 MEAN: tl.constexpr = tl.constexpr(4)
 
+#: The same for launches, by the names that :func:`normmatters.functional.statistic.statistic_kind` gives.
+KINDS = {
+    "l1": L1.value,
+    "l2": L2.value,
+    "linf": EXTREME.value,
+    "topk": EXTREME.value,
+    "range": RANGE.value,
+    "mean": MEAN.value,
+}
+
 
 @triton.jit
 def scale_factors(mean, scale, eps, KIND: tl.constexpr):
