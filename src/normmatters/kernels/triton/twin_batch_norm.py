@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from normmatters.kernels.triton import twin
 from normmatters.kernels.triton.batch_norm_plan import (
     MAX_REGISTERS,
     Affine,
@@ -20,6 +19,12 @@ from normmatters.kernels.triton.batch_norm_plan import (
 )
 from normmatters.kernels.triton.launch import Launch
 from normmatters.kernels.triton.layout import View, next_power_of_2, tiling_of, view_of
+from normmatters.kernels.triton.twin_gradient import (
+    twin_gradient_kernel,
+    twin_input_gradient_kernel,
+    twin_reduce_kernel,
+)
+from normmatters.kernels.triton.twin_normalize import twin_normalize_kernel
 
 
 def code_shape(view: View, *, lean: bool, save: bool) -> tuple[tuple[int, int, int], torch.dtype]:
@@ -31,7 +36,7 @@ def code_shape(view: View, *, lean: bool, save: bool) -> tuple[tuple[int, int, i
 def _normalize_plan(view: View, dtype: torch.dtype, first: Affine, second: Affine, lean: bool, save: bool) -> Launch:
     tiling = tiling_of(view, dtype.itemsize)
     return overlapping(
-        twin.twin_normalize_kernel,
+        twin_normalize_kernel,
         (-(-view.cols // tiling.block_c), tiling.splits),
         (view.rows, view.cols, view.spatial, view.channels, tiling.tiles),
         {
@@ -103,7 +108,7 @@ def _gradient_plan(
     kind = {"LEAN": lean, "CONTIGUOUS": view.spatial > 1, "EVEN": is_even(view, tiling), "LINKED": linked}
     blocks = {"BLOCK_R": tiling.block_r, "BLOCK_C": tiling.block_c}
     reduce = overlapping(
-        twin.twin_reduce_kernel,
+        twin_reduce_kernel,
         grid,
         (*sizes, entries, tiling.tiles),
         {**kind, "GROUP": tiling.group, **blocks},
@@ -112,7 +117,7 @@ def _gradient_plan(
     )
     block_c, block_e, programs = channel_blocks(view)
     finish = overlapping(
-        twin.twin_gradient_kernel,
+        twin_gradient_kernel,
         (programs, 1),
         (view.channels, entries, tiling.splits, per_channel, view.n),
         {
@@ -125,7 +130,7 @@ def _gradient_plan(
         num_warps=8,
     )
     input_gradient = overlapping(
-        twin.twin_input_gradient_kernel,
+        twin_input_gradient_kernel,
         grid,
         (*sizes, tiling.tiles),
         {**kind, **blocks},
