@@ -1,4 +1,4 @@
-"""Launches of the sums of small tensors: whoever needs the statistics, mostly the normalization, makes them of these."""
+"""Launches of the sums of small tensors: who needs the statistics, mostly the normalization, makes them of these."""
 
 from __future__ import annotations
 
