@@ -12,7 +12,7 @@ import tolerances
 from normmatters.functional import lp_batch_norm
 from normmatters.functional.statistic import scale_constant
 from normmatters.kernels import dispatch
-from normmatters.kernels.triton import batch_norm as kernels
+from normmatters.kernels.triton import batch_norm_statistics as kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -24,9 +24,24 @@ def fresh_seed() -> None:
 
 
 def _batch_norms() -> tuple[ModuleType, ...]:
-    from normmatters.kernels.triton import batch_norm, twin_batch_norm  # here, for Triton is not everywhere
+    """The modules that cut tensors into tiles, and keep plans."""
+    from normmatters.kernels.triton import (  # here, for Triton is not everywhere
+        batch_norm_gradient,
+        batch_norm_normalize,
+        batch_norm_saved,
+        batch_norm_small,
+        batch_norm_statistics,
+        twin_batch_norm,
+    )
 
-    return batch_norm, twin_batch_norm
+    return (
+        batch_norm_gradient,
+        batch_norm_normalize,
+        batch_norm_saved,
+        batch_norm_small,
+        batch_norm_statistics,
+        twin_batch_norm,
+    )
 
 
 def _forget_plans() -> None:

@@ -27,7 +27,7 @@ from batch_norm_cases import (
 import tolerances
 from normmatters.functional import lp_batch_norm
 from normmatters.kernels import dispatch
-from normmatters.kernels.triton import batch_norm as kernels
+from normmatters.kernels.triton import batch_norm_statistics as kernels
 
 ODD, EVEN = (9, 3, 2, 3), (8, 4, 2, 4)  # rows and columns that do not, or do, fill the tiles of ``small_tiles``
 MEMORY = [*((kind, "exact") for kind in KINDS), ("l1", "lean")]

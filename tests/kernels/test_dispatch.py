@@ -19,7 +19,7 @@ from batch_norm_cases import DEVICE, EPS, KINDS
 from normmatters import precision
 from normmatters.functional import lp_batch_norm, lp_layer_norm
 from normmatters.kernels import dispatch
-from normmatters.kernels.triton import batch_norm as kernels
+from normmatters.kernels.triton import batch_norm_statistics as kernels
 
 X = torch.randn(6, 3, 4, device=DEVICE)
 

@@ -61,7 +61,7 @@ def links(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
         monkeypatch.setattr(kernels, "gradient", watched)
 
-    watch(ops.kernels)
+    watch(ops.batch_norm_gradient)
     watch(twin_ops.kernels)
     return seen
 

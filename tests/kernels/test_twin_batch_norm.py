@@ -15,7 +15,7 @@ from twin_cases import Norm, check, fused
 
 from normmatters.functional.statistic import scale_constant
 from normmatters.kernels import ops, twin_ops  # noqa: F401 (registers the operators)
-from normmatters.kernels.triton import batch_norm
+from normmatters.kernels.triton import batch_norm_small, batch_norm_statistics
 from normmatters.nn import L1BatchNorm2d, twin
 
 ODD, EVEN = (9, 3, 2, 3), (8, 4, 2, 4)  # rows and columns that do not, or do, fill the tiles of ``small_tiles``
@@ -106,9 +106,8 @@ def test_lean_codes_are_right_on_average():
 
 
 def test_pilot(monkeypatch, fresh_plans, poisoned_empty):
-    monkeypatch.setattr(batch_norm, "PILOT_SAMPLES", 256)
-    monkeypatch.setattr(batch_norm, "is_small", lambda *_: False)
-    monkeypatch.setattr("batch_norm_cases.kernels.PILOT_SAMPLES", 256)
+    monkeypatch.setattr(batch_norm_statistics, "PILOT_SAMPLES", 256)
+    monkeypatch.setattr(batch_norm_small, "is_small", lambda *_: False)
     check(*two((8, 4, 8, 10), "channels_last"), "lean")
 
 

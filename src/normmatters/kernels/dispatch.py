@@ -11,8 +11,8 @@ import importlib.util
 import logging
 import math
 import os
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,11 +21,9 @@ from torch.nn import functional as F
 from normmatters import functional, precision
 from normmatters.functional import hand_derived
 from normmatters.functional.checks import check_batch_norm, check_layer_norm, check_memory
-from normmatters.functional.statistic import check_constant, compute_dtype, scale_constant, statistic_kind
+from normmatters.functional.statistic import Kind, check_constant, compute_dtype, scale_constant, statistic_kind
 
 logger = logging.getLogger("normmatters.kernels")
-
-_T = TypeVar("_T")
 
 _KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -77,18 +75,12 @@ def _why_not_triton(input: Tensor) -> str:
 _TRITON = Backend("triton", "")
 
 
-def _cached(function: Callable[..., _T]) -> Callable[..., _T]:
-    """``function`` with a cache, but not for the compiler: it would look into the cache anyway, and warn of it."""
-    cached = functools.lru_cache(typed=True)(function)  # typed: True is no constant, but equals 1
-
-    def call(*arguments: Any) -> _T:
-        return function(*arguments) if torch.compiler.is_compiling() else cached(*arguments)
-
-    return call
+_cached_constant = functools.lru_cache(typed=True)(scale_constant)  # typed: True is no constant, but equals 1
 
 
-_kind = _cached(statistic_kind)
-_constant = _cached(scale_constant)
+def _constant(p: float | str, n: int, k: int | None, constant: str | float) -> float:
+    """The constant from a cache, but not for the compiler: it would look into the cache anyway, and warn of it."""
+    return (scale_constant if torch.compiler.is_compiling() else _cached_constant)(p, n, k, constant)
 
 
 def batch_norm_backend(
@@ -101,21 +93,30 @@ def batch_norm_backend(
         >>> batch_norm_backend(torch.randn(8, 3, 4, 4), p=1).name
         'hand-derived'
     """
+    return _batch_norm_backend(input, training, p, k, memory)[0]
+
+
+def _batch_norm_backend(
+    input: Tensor, training: bool, p: float | str, k: int | None, memory: str
+) -> tuple[Backend, Kind | None]:
+    """The backend, and if it is the kernels the kind of statistic, else None."""
     check_memory(memory)
     if precision.active() is not None:
-        return Backend("arithmetic", "normmatters.precision.arithmetic is active")
+        return Backend("arithmetic", "normmatters.precision.arithmetic is active"), None
     if not training:
-        return Backend("plain", "in evaluation the module is torch's own batch norm")
+        return Backend("plain", "in evaluation the module is torch's own batch norm"), None
     reason = _why_not_triton(input)
-    if not reason:
-        reason = _why_not_batch_norm_kernel(input, statistic_kind(p, k), k)
-    return Backend("hand-derived", reason) if reason else _TRITON
+    if reason:
+        return Backend("hand-derived", reason), None
+    kind = statistic_kind(p, k)
+    reason = _why_not_batch_norm_kernel(input, kind, k)
+    return (Backend("hand-derived", reason), None) if reason else (_TRITON, kind)
 
 
 def _why_not_batch_norm_kernel(input: Tensor, kind: str, k: int | None) -> str:
     if kind in ("l1", "l2", "mean"):
         return ""
-    from normmatters.kernels.triton import batch_norm as kernels
+    from normmatters.kernels.triton import batch_norm_statistics as kernels
 
     if kind == "lp":
         return "there are kernels for p = 1, 2, inf, Top(k), range and mean-only, not for a general p"
@@ -130,7 +131,7 @@ def _why_not_batch_norm_kernel(input: Tensor, kind: str, k: int | None) -> str:
 
 def _groups(shape: tuple[int, ...], contiguous: bool, itemsize: int, k: int) -> int:
     """Groups a channel of an input of this shape."""
-    from normmatters.kernels.triton import batch_norm as kernels
+    from normmatters.kernels.triton import batch_norm_statistics as kernels
     from normmatters.kernels.triton.layout import _view
 
     return kernels.groups_of(_view(shape, contiguous), itemsize, k)
@@ -167,7 +168,7 @@ def layer_norm_backend(
         from normmatters.kernels import layer_norm_ops
 
         reason = layer_norm_ops.supported(input, normalized_shape) or ""
-    return Backend("plain", reason) if reason else Backend("triton", "")
+    return Backend("plain", reason) if reason else _TRITON
 
 
 @functools.cache
@@ -272,11 +273,10 @@ def linked_batch_norm(
         >>> link is None  # on a CPU
         True
     """
-    backend = batch_norm_backend(input, training=training, p=p, k=k, memory=memory)
-    if backend.name == "triton":
+    backend, kind = _batch_norm_backend(input, training, p, k, memory)
+    if kind is not None:
         from normmatters.kernels.ops import batch_norm as kernel  # of the module itself: quicker than of the package
 
-        kind = _kind(p, k)
         check_batch_norm(
             input, running_mean, running_var, weight, bias, training, eps, kind=kind, k=k, act=act, residual=residual
         )
@@ -357,9 +357,8 @@ def pooled_batch_norm(
         tensor([0.0000, 1.3963])
     """
     tensors = (running_mean, running_var, weight, bias)
-    backend = batch_norm_backend(input, training=training, p=p, k=k, memory=memory)
-    if backend.name == "triton":
-        kind = _kind(p, k)
+    _, kind = _batch_norm_backend(input, training, p, k, memory)
+    if kind is not None:
         reason = _why_not_pooled_kernel(input, kind, act)
         if not reason:
             from normmatters.kernels.pooled_ops import pooled_batch_norm as kernel

@@ -32,7 +32,14 @@ from normmatters.kernels.library import (
     register,
     register_gradient,
 )
-from normmatters.kernels.triton import batch_norm as kernels
+from normmatters.kernels.triton import (
+    batch_norm_gradient,
+    batch_norm_normalize,
+    batch_norm_small,
+    batch_norm_statistics,
+)
+from normmatters.kernels.triton.batch_norm_plan import affine_of
+from normmatters.kernels.triton.batch_norm_saved import inverts_output, kept, saved_shapes
 from normmatters.kernels.triton.layout import memory_format, view_of
 
 LIBRARY.define(
@@ -87,12 +94,12 @@ def _forward(
         residual = residual.contiguous(memory_format=memory_format(x))
     running = (running_mean, running_var, momentum, eps, kind, k, constant, batches)
     index = None
-    finalize = kernels.sums(x, *running)
+    finalize = batch_norm_small.sums(x, *running)
     if finalize is None:
-        statistics, index = kernels.statistics(x, *running)
+        statistics, index = batch_norm_statistics.statistics(x, *running)
     else:
         statistics = x.new_empty((3, x.shape[1]), dtype=torch.float32)
-    z, code, count = kernels.normalize(
+    z, code, count = batch_norm_normalize.normalize(
         x, weight, bias, residual, statistics, kind, relu=relu, lean=lean, save=save, early=True, finalize=finalize
     )
     return z, code, count, statistics, index
@@ -126,14 +133,14 @@ def _fake_forward(
 ) -> tuple[Tensor, ...]:
     *_, kind, k, _, relu, lean, save, linked = arguments
     z = torch.empty_like(x, memory_format=memory_format(x))
-    saved = kernels.saved_shapes(
+    saved = saved_shapes(
         view_of(z), z.element_size(), kind, relu=relu, residual=residual is not None, lean=lean, save=save
     )
     code = x.new_empty(saved.code, dtype=saved.code_dtype)
     count = x.new_empty(saved.counts, dtype=saved.count_dtype)
     channels = x.shape[1]
     statistics = x.new_empty((3, channels), dtype=torch.float32)
-    index = x.new_empty((kernels.kept(kind, k), channels), dtype=torch.int64)
+    index = x.new_empty((kept(kind, k), channels), dtype=torch.int64)
     return z, code, count, _link(z) if linked else x.new_empty(0), statistics, index
 
 
@@ -166,7 +173,7 @@ def _gradients(
     g = g.contiguous(memory_format=layout)
     if link is not None:
         link = link.contiguous(memory_format=layout)
-    return kernels.gradient(
+    return batch_norm_gradient.gradient(
         g, link, saved, code, count, statistics, index, weight, bias, kind, k, constant,
         relu=relu, residual=residual, lean=lean, need_dresidual=need_dresidual,
     )  # fmt: skip
@@ -186,7 +193,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     z, code, count, statistics, index = output
     saved = None
     if lean:
-        saved = z if kernels.inverts_output(relu=relu, residual=residual is not None) else None
+        saved = z if inverts_output(relu=relu, residual=residual is not None) else None
     elif kind != "mean":
         saved = _dense(x)
     ctx.save_for_backward(saved, code, count, statistics, index, weight, bias)
@@ -208,7 +215,7 @@ def _input_gradients(ctx: Any, g: Tensor, link: Tensor | None, backward: Any) ->
         dresidual = g
     return (
         dx,
-        *map(in_dtype, (dweight, dbias), kernels.affine_of(weight, bias)),
+        *map(in_dtype, (dweight, dbias), affine_of(weight, bias)),
         dresidual if need_dresidual and not ctx.through_link else None,
         dresidual if need_dresidual and ctx.through_link else None,
     )

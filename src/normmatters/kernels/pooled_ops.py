@@ -20,7 +20,7 @@ from normmatters.kernels.library import (
     register,
     register_gradient,
 )
-from normmatters.kernels.triton import batch_norm as whole
+from normmatters.kernels.triton import batch_norm_statistics
 from normmatters.kernels.triton import pooled_batch_norm as kernels
 
 LIBRARY.define(
@@ -55,7 +55,9 @@ def _forward(
     Moves the running statistics and raises ``batches`` by one.
     """
     x = _channels_last(x)
-    statistics, _ = whole.statistics(x, running_mean, running_var, momentum, eps, "l1", 0, constant, batches)
+    statistics, _ = batch_norm_statistics.statistics(
+        x, running_mean, running_var, momentum, eps, "l1", 0, constant, batches
+    )
     return *kernels.normalize(x, weight, bias, statistics, save=save), statistics
 
 

@@ -21,7 +21,7 @@ from normmatters.kernels.library import (
     register_gradient,
 )
 from normmatters.kernels.ops import _dense, _format, _link, eager_link
-from normmatters.kernels.triton import batch_norm
+from normmatters.kernels.triton import batch_norm_statistics
 from normmatters.kernels.triton import twin_batch_norm as kernels
 from normmatters.kernels.triton.layout import memory_format, view_of
 from normmatters.kernels.triton.twin_batch_norm import Normed
@@ -66,10 +66,10 @@ def _forward(
     x1 = _dense(x1)
     x2 = x2.contiguous(memory_format=memory_format(x1))
     # The shortcut's first: it was written last, and what is still in the cache of it is read from there.
-    statistics2, _ = batch_norm.statistics(
+    statistics2, _ = batch_norm_statistics.statistics(
         x2, running_mean2, running_var2, momentum2, eps2, "l1", 0, constant2, batches2
     )
-    statistics1, _ = batch_norm.statistics(
+    statistics1, _ = batch_norm_statistics.statistics(
         x1, running_mean1, running_var1, momentum1, eps1, "l1", 0, constant1, batches1
     )
     first, second = Normed(weight1, bias1, statistics1), Normed(weight2, bias2, statistics2)

@@ -21,8 +21,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from normmatters.kernels.triton.apply import load_affine
 from normmatters.kernels.triton.launch import wait_for_previous
+from normmatters.kernels.triton.tiles import load_affine
 
 CLOSED: tl.constexpr = tl.constexpr(15)
 

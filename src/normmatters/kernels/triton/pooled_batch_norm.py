@@ -1,6 +1,6 @@
 """Launches of the pooled batch norm kernels: L1, ReLU and a 3×3 max pool of stride 2, channels last.
 
-The statistics are :func:`normmatters.kernels.triton.batch_norm.statistics`'.
+The statistics are :func:`normmatters.kernels.triton.batch_norm_statistics.statistics`'.
 """
 
 from __future__ import annotations
@@ -11,15 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from normmatters.kernels.triton import apply, pooled
-from normmatters.kernels.triton.batch_norm import (
-    MAX_REGISTERS,
-    Affine,
-    affine_of,
-    coefficients_launch,
-    count_dtype,
-    has_of,
-)
+from normmatters.kernels.triton import pooled
+from normmatters.kernels.triton.batch_norm_gradient import coefficients_launch
+from normmatters.kernels.triton.batch_norm_plan import MAX_REGISTERS, Affine, affine_of, has_of, overlapping
+from normmatters.kernels.triton.batch_norm_saved import count_dtype
+from normmatters.kernels.triton.coefficients import FROM_INPUT
 from normmatters.kernels.triton.launch import Launch
 from normmatters.kernels.triton.layout import Tiling, View, next_power_of_2
 
@@ -28,8 +24,6 @@ OWNED = 4
 
 # One wave of four programs on each of 132 multiprocessors (H200); so few partial sums cost nothing to add.
 _PROGRAMS = 528
-
-_launch = functools.partial(Launch, overlaps=True)
 
 
 class Shape(NamedTuple):
@@ -117,7 +111,7 @@ def _plan(shape: Shape, dtype: torch.dtype, affine: Affine, save: bool) -> Plan:
     blocks = {"BLOCK_R": tiling.block_r, "BLOCK_C": tiling.block_c}
     sizes = (shape.windows, shape.channels)
     pooled_sizes = (shape.out_height, shape.out_width, tiling.tiles)
-    launch = functools.partial(_launch, num_warps=tiling.num_warps, maxnreg=MAX_REGISTERS)
+    launch = functools.partial(overlapping, num_warps=tiling.num_warps, maxnreg=MAX_REGISTERS)
     return Plan(
         launch(
             pooled.pooled_normalize_kernel,
@@ -131,7 +125,7 @@ def _plan(shape: Shape, dtype: torch.dtype, affine: Affine, save: bool) -> Plan:
             (*sizes, tiling.tiles),
             {**even, **blocks},
         ),
-        coefficients_launch(shape.view, dtype, affine, tiling, "l1", 0, apply.FROM_INPUT.value),
+        coefficients_launch(shape.view, dtype, affine, tiling, "l1", 0, FROM_INPUT.value),
         launch(
             pooled.pooled_input_gradient_kernel,
             grid,

@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 
 from normmatters.kernels.triton.launch import wait_for_previous
-from normmatters.kernels.triton.stats import RANGE, ROWS, add_entries, typical, write_statistics
+from normmatters.kernels.triton.scale import RANGE, write_statistics
+from normmatters.kernels.triton.tiles import ROWS, add_entries, typical
 
 
 @triton.jit

@@ -9,10 +9,7 @@ What this misses comes from the elements between m and μ: little for smooth dat
 mean, as zeros do. A second small sample, taken when μ is known, gives it (:func:`bend`); that leaves an error of about
 4e-4 of the deviation where half of the values crowd there, and 1e-5 for Gaussian data. Where the pilot missed (one huge
 outlier in the sample, say) the channel is summed once more about its true mean. L2 uses the same pilot as a shift,
-which keeps Σ(x−m)² from cancelling. L∞, Top(k) and range need no mean first.
-
-No atomics anywhere: every program leaves its partial sums, and one small kernel adds them in a fixed order, so results
-are bitwise equal from run to run.
+which keeps Σ(x−m)² from cancelling. L∞, Top(k) and range need no mean first; ``select.py`` finishes them.
 """
 
 from __future__ import annotations
@@ -21,63 +18,12 @@ import triton
 import triton.language as tl
 
 from normmatters.kernels.triton.launch import wait_for_previous
-from normmatters.kernels.triton.layout import ROWS_PER_CODE
-
-# Kinds of statistic, as the kernels see them.
-L1: tl.constexpr = tl.constexpr(0)
-L2: tl.constexpr = tl.constexpr(1)
-EXTREME: tl.constexpr = tl.constexpr(2)  # L∞ and Top(k)
-RANGE: tl.constexpr = tl.constexpr(3)
-MEAN: tl.constexpr = tl.constexpr(4)
-
-ROWS: tl.constexpr = tl.constexpr(ROWS_PER_CODE)
+from normmatters.kernels.triton.scale import EXTREME, L1, L2, RANGE, write_statistics
+from normmatters.kernels.triton.tiles import add_entries, add_splits, by_group, load_tile, tile_rows, typical
 
 # The pilot is close enough when it is within this part of the deviation: four standard errors of 4096 samples for
 # Gaussian data, so good channels are hardly ever summed twice.
 PILOT_TOLERANCE: tl.constexpr = tl.constexpr(0.08)
-
-
-@triton.jit
-def tile_rows(tile, BLOCK_R: tl.constexpr):
-    """The rows of a tile, [BLOCK_R, ROWS, 1]: packed row q holds rows ROWS·q and the next ones.
-
-    They are the middle axis because the compiler gives threads to the last axis, then the first: what remains
-    in the middle stays in one thread, and sums and packing along it need no exchange.
-    """
-    packed = tile * BLOCK_R + tl.arange(0, BLOCK_R)
-    return packed[:, None, None] * ROWS + tl.arange(0, ROWS)[None, :, None]
-
-
-@triton.jit
-def load_tile(ptr, tile, col, rows, cols, BLOCK_R: tl.constexpr, EVEN: tl.constexpr, KEEP: tl.constexpr):
-    """A tile, [BLOCK_R, ROWS, BLOCK_C]; zero outside, so that a tile behind the last one reads nothing.
-
-    KEEP says that the next kernel reads it again; other tiles leave the cache first.
-    """
-    row = tile_rows(tile, BLOCK_R)
-    mask = row < rows
-    if not EVEN:
-        mask = mask & (col < cols)[None, None, :]
-    POLICY: tl.constexpr = "" if KEEP else "evict_first"
-    return tl.load(ptr + row.to(tl.int64) * cols + col[None, None, :], mask=mask, other=0.0, eviction_policy=POLICY)
-
-
-@triton.jit
-def typical(x_ptr, channel, mask, rows, cols, spatial):
-    """The middle one of three values of a channel: taken off before summing, it keeps a large common offset out."""
-    base = x_ptr + channel * spatial
-    a = tl.load(base, mask=mask, other=0.0).to(tl.float32)
-    b = tl.load(base + tl.cast(rows // 2, tl.int64) * cols + spatial // 2, mask=mask, other=0.0).to(tl.float32)
-    c = tl.load(base + tl.cast(rows - 1, tl.int64) * cols + spatial - 1, mask=mask, other=0.0).to(tl.float32)
-    return tl.maximum(tl.minimum(a, b), tl.minimum(tl.maximum(a, b), c))
-
-
-@triton.jit
-def by_group(acc, GROUP: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Adds neighbouring columns of one channel: [BLOCK_C] -> [BLOCK_C // GROUP]."""
-    if GROUP == 1:
-        return acc
-    return tl.sum(tl.reshape(acc, (BLOCK_C // GROUP, GROUP)), axis=1)
 
 
 @triton.jit
@@ -124,84 +70,6 @@ def pilot_kernel(
             offset = (row * cols)[:, None] + col[None, :]
             acc += tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
         tl.store(out_ptr + split * channels + col, tl.sum(acc, axis=0), mask=col < cols)
-
-
-@triton.jit
-def add_splits(part_ptr, channel, mask, channels, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr):
-    """Σ over partial sums [SPLITS, channels], all in one load: a loop would wait for memory once a split."""
-    split = tl.arange(0, BLOCK_S)
-    at = part_ptr + split[:, None] * channels + channel[None, :]
-    return tl.sum(tl.load(at, mask=(split < SPLITS)[:, None] & mask[None, :], other=0.0), axis=0)
-
-
-@triton.jit
-def whole_mean(x_ptr, scratch_ptr, channel, mask, channels, rows, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr):
-    """μ from the partial sums of the whole tensor."""
-    shift = typical(x_ptr, channel, mask, rows, channels, 1)
-    return shift + add_splits(scratch_ptr, channel, mask, channels, SPLITS, BLOCK_S) / rows
-
-
-@triton.jit
-def deviation_kernel(
-    x_ptr,
-    scratch_ptr,
-    rows,
-    cols,
-    tiles,
-    KIND: tl.constexpr,
-    EVEN: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """Partial Σ|x−μ| (L1) or Σ(x−μ)² (L2), [split, channel], behind the sums, of a small channels-last tensor."""
-    split = tl.program_id(1)
-    col = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    inside = col < cols
-    ahead = load_tile(x_ptr, split, col, rows, cols, BLOCK_R, EVEN, True)
-    second_ahead = load_tile(x_ptr, split + SPLITS, col, rows, cols, BLOCK_R, EVEN, True)
-    wait_for_previous(OVERLAP)
-    mean = whole_mean(x_ptr, scratch_ptr, col, inside, cols, rows, SPLITS, BLOCK_S)
-    total = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
-    for it in range(split, tiles, SPLITS):
-        d = ahead.to(tl.float32) - mean[None, None, :]
-        ahead = second_ahead
-        second_ahead = load_tile(x_ptr, it + 2 * SPLITS, col, rows, cols, BLOCK_R, EVEN, True)
-        if not EVEN:
-            d = tl.where((tile_rows(it, BLOCK_R) < rows) & inside[None, None, :], d, 0.0)
-        if KIND == L1:
-            d = tl.abs(d)
-        else:
-            d = d * d
-        total += tl.sum(d, axis=1)
-    tl.store(scratch_ptr + (SPLITS + split) * cols + col, tl.sum(total, axis=0), mask=inside)
-
-
-@triton.jit
-def whole_statistics(
-    x_ptr,
-    scratch_ptr,
-    channel,
-    mask,
-    channels,
-    rows,
-    constant,
-    KIND: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-):
-    """μ and s of a small tensor from all its partial sums."""
-    mean = whole_mean(x_ptr, scratch_ptr, channel, mask, channels, rows, SPLITS, BLOCK_S)
-    scale = mean
-    if KIND != MEAN:
-        second = add_splits(scratch_ptr + SPLITS * channels, channel, mask, channels, SPLITS, BLOCK_S) / rows
-        if KIND == L1:
-            scale = constant * second
-        else:
-            scale = constant * tl.sqrt(second)
-    return mean, scale
 
 
 @triton.jit
@@ -314,81 +182,6 @@ def moments_kernel(
 
 
 @triton.jit
-def scale_factors(mean, scale, eps, KIND: tl.constexpr):
-    """1/D with D = √(s²+eps), and s/D."""
-    if KIND == MEAN:
-        return mean * 0.0 + 1.0, mean * 0.0
-    inverse = 1.0 / tl.sqrt(scale * scale + eps)
-    return inverse, scale * inverse
-
-
-@triton.jit
-def write_statistics(
-    stats_ptr,
-    running_mean_ptr,
-    running_var_ptr,
-    batches_ptr,
-    channel,
-    mask,
-    channels,
-    mean,
-    scale,
-    momentum,
-    eps,
-    unbias,
-    HAS_RUNNING: tl.constexpr,
-    COUNTS: tl.constexpr,
-    KIND: tl.constexpr,
-):
-    """stats[0] = μ, stats[1] = 1/D, stats[2] = s/D; the running statistics move by ``momentum``.
-
-    COUNTS: the program that has channel 0 adds one to the number of batches.
-    """
-    inverse, ratio = scale_factors(mean, scale, eps, KIND)
-    tl.store(stats_ptr + channel, mean, mask=mask)
-    tl.store(stats_ptr + channels + channel, inverse, mask=mask)
-    tl.store(stats_ptr + 2 * channels + channel, ratio, mask=mask)
-    if HAS_RUNNING:
-        old = tl.load(running_mean_ptr + channel, mask=mask, other=0.0).to(tl.float32)
-        tl.store(running_mean_ptr + channel, old + momentum * (mean - old), mask=mask)
-        if KIND != MEAN:
-            old = tl.load(running_var_ptr + channel, mask=mask, other=0.0).to(tl.float32)
-            tl.store(running_var_ptr + channel, old + momentum * (scale * scale * unbias - old), mask=mask)
-    if COUNTS:
-        number = batches_ptr + 0 * channel
-        tl.store(number, tl.load(number, mask=channel == 0, other=0) + 1, mask=channel == 0)
-
-
-@triton.jit
-def add_entries(
-    part_ptr,
-    plane,
-    channel,
-    mask,
-    splits,
-    entries,
-    per_channel,
-    PLANES: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
-    """Adds the partial sums of a channel over splits and columns, in a fixed order, for up to three statistics."""
-    a = tl.zeros((BLOCK_E, BLOCK_C), tl.float32)
-    b = tl.zeros((BLOCK_E, BLOCK_C), tl.float32)
-    c = tl.zeros((BLOCK_E, BLOCK_C), tl.float32)
-    for e0 in range(0, splits * per_channel, BLOCK_E):
-        e = e0 + tl.arange(0, BLOCK_E)
-        offset = (e // per_channel * entries + e % per_channel)[:, None] + (channel * per_channel)[None, :]
-        m = (e < splits * per_channel)[:, None] & mask[None, :]
-        a += tl.load(part_ptr + offset, mask=m, other=0.0)
-        if PLANES > 1:
-            b += tl.load(part_ptr + plane + offset, mask=m, other=0.0)
-        if PLANES > 2:
-            c += tl.load(part_ptr + 2 * plane + offset, mask=m, other=0.0)
-    return tl.sum(a, axis=0), tl.sum(b, axis=0), tl.sum(c, axis=0)
-
-
-@triton.jit
 def deviation_about(x_ptr, mean, channel, mask, spatial, cols, n, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr):
     """Σ|x−μ| of whole channels by one program: slow, and only for channels whose pilot missed."""
     total = tl.zeros((BLOCK_E, BLOCK_C), tl.float32)
@@ -484,38 +277,5 @@ def finalize_kernel(
         scale = constant * tl.sqrt(tl.maximum(second / n - delta * delta, 0.0))
     write_statistics(
         stats_ptr, running_mean_ptr, running_var_ptr, batches_ptr, channel, mask, channels,
-        mean, scale, momentum, eps, unbias, HAS_RUNNING, COUNTS, KIND,
-    )  # fmt: skip
-
-
-@triton.jit
-def whole_finalize_kernel(
-    x_ptr,
-    scratch_ptr,
-    stats_ptr,
-    running_mean_ptr,
-    running_var_ptr,
-    batches_ptr,
-    rows,
-    cols,
-    constant,
-    momentum,
-    eps,
-    unbias,
-    KIND: tl.constexpr,
-    HAS_RUNNING: tl.constexpr,
-    COUNTS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """The statistics of a small tensor on their own, for those who normalize later."""
-    wait_for_previous(OVERLAP)
-    channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    mask = channel < cols
-    mean, scale = whole_statistics(x_ptr, scratch_ptr, channel, mask, cols, rows, constant, KIND, SPLITS, BLOCK_S)
-    write_statistics(
-        stats_ptr, running_mean_ptr, running_var_ptr, batches_ptr, channel, mask, cols,
         mean, scale, momentum, eps, unbias, HAS_RUNNING, COUNTS, KIND,
     )  # fmt: skip

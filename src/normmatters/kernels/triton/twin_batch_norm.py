@@ -1,4 +1,4 @@
-"""Launches of the kernels for two L1 batch norms that are added. Statistics come from ``batch_norm.py``, one each."""
+"""Launches of the kernels for two L1 batch norms that are added. Statistics are one call each."""
 
 from __future__ import annotations
 
@@ -8,17 +8,23 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from normmatters.kernels.triton import twin
-from normmatters.kernels.triton.batch_norm import (
+from normmatters.kernels.triton.batch_norm_plan import (
     MAX_REGISTERS,
     Affine,
-    _channel_blocks,
-    _empty,
-    _even,
-    _launch,
+    affine_of,
+    channel_blocks,
+    empty,
+    is_even,
+    overlapping,
 )
 from normmatters.kernels.triton.launch import Launch
 from normmatters.kernels.triton.layout import View, next_power_of_2, tiling_of, view_of
+from normmatters.kernels.triton.twin_gradient import (
+    twin_gradient_kernel,
+    twin_input_gradient_kernel,
+    twin_reduce_kernel,
+)
+from normmatters.kernels.triton.twin_normalize import twin_normalize_kernel
 
 
 def code_shape(view: View, *, lean: bool, save: bool) -> tuple[tuple[int, int, int], torch.dtype]:
@@ -29,13 +35,13 @@ def code_shape(view: View, *, lean: bool, save: bool) -> tuple[tuple[int, int, i
 @functools.cache
 def _normalize_plan(view: View, dtype: torch.dtype, first: Affine, second: Affine, lean: bool, save: bool) -> Launch:
     tiling = tiling_of(view, dtype.itemsize)
-    return _launch(
-        twin.twin_normalize_kernel,
+    return overlapping(
+        twin_normalize_kernel,
         (-(-view.cols // tiling.block_c), tiling.splits),
         (view.rows, view.cols, view.spatial, view.channels, tiling.tiles),
         {
             "CONTIGUOUS": view.spatial > 1,
-            "EVEN": _even(view, tiling),
+            "EVEN": is_even(view, tiling),
             "HAS_WEIGHT1": first[0] is not None,
             "HAS_BIAS1": first[1] is not None,
             "HAS_WEIGHT2": second[0] is not None,
@@ -59,7 +65,7 @@ class Normed(NamedTuple):
 
     @property
     def affine(self) -> Affine:
-        return None if self.weight is None else self.weight.dtype, None if self.bias is None else self.bias.dtype
+        return affine_of(self.weight, self.bias)
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor]:
@@ -76,7 +82,7 @@ def normalize(
     """relu(norm₁(x₁) + norm₂(x₂)) and its codes. Both inputs are dense in the same memory format."""
     view = view_of(x1)
     shape, dtype = code_shape(view, lean=lean, save=save)
-    z, code = torch.empty_like(x1), _empty(x1, *shape, dtype=dtype)
+    z, code = torch.empty_like(x1), empty(x1, *shape, dtype=dtype)
     launch = _normalize_plan(view, x1.dtype, first.affine, second.affine, lean, save)
     launch((x1, x2, *first.tensors, *second.tensors, first.statistics, second.statistics, z, code))
     return z, code
@@ -99,19 +105,19 @@ def _gradient_plan(
     entries, per_channel = tiling.entries(view), view.spatial // tiling.group
     grid = (-(-view.cols // tiling.block_c), tiling.splits)
     sizes = (view.rows, view.cols, view.spatial, view.channels)
-    kind = {"LEAN": lean, "CONTIGUOUS": view.spatial > 1, "EVEN": _even(view, tiling), "LINKED": linked}
+    kind = {"LEAN": lean, "CONTIGUOUS": view.spatial > 1, "EVEN": is_even(view, tiling), "LINKED": linked}
     blocks = {"BLOCK_R": tiling.block_r, "BLOCK_C": tiling.block_c}
-    reduce = _launch(
-        twin.twin_reduce_kernel,
+    reduce = overlapping(
+        twin_reduce_kernel,
         grid,
         (*sizes, entries, tiling.tiles),
         {**kind, "GROUP": tiling.group, **blocks},
         num_warps=tiling.num_warps,
         maxnreg=MAX_REGISTERS,
     )
-    block_c, block_e, programs = _channel_blocks(view)
-    finish = _launch(
-        twin.twin_gradient_kernel,
+    block_c, block_e, programs = channel_blocks(view)
+    finish = overlapping(
+        twin_gradient_kernel,
         (programs, 1),
         (view.channels, entries, tiling.splits, per_channel, view.n),
         {
@@ -123,8 +129,8 @@ def _gradient_plan(
         },
         num_warps=8,
     )
-    input_gradient = _launch(
-        twin.twin_input_gradient_kernel,
+    input_gradient = overlapping(
+        twin_input_gradient_kernel,
         grid,
         (*sizes, tiling.tiles),
         {**kind, **blocks},
@@ -161,8 +167,8 @@ def gradient(
     """Both norms' gradients. ``link`` is added to g; of ``x1`` and ``x2`` nothing is read if ``lean``."""
     view = view_of(g)
     plan = _gradient_plan(view, g.dtype, first.affine, second.affine, lean, link is not None)
-    scratch = _empty(g, plan.scratch)
-    dweight1, dbias1, dweight2, dbias2 = (_empty(g, view.channels) for _ in range(4))
+    scratch = empty(g, plan.scratch)
+    dweight1, dbias1, dweight2, dbias2 = (empty(g, view.channels) for _ in range(4))
     dx1, dx2 = torch.empty_like(g), torch.empty_like(g)
     other = g if link is None else link
     stats1, stats2 = first.statistics, second.statistics
