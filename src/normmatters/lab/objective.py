@@ -71,7 +71,7 @@ class Translation:
             uniform = -(log_p.mean(1) * real).sum()
             total = (1 - self.smoothing) * nll + self.smoothing * uniform
         # DDP averages the processes' gradients, so each takes its sum over the whole batch's tokens, times their number
-        loss = total * (self.shard.world / (count if batch.tokens is None else batch.tokens))
+        loss = total * self.shard.world / (count if batch.tokens is None else batch.tokens)
         with torch.no_grad():
             right = ((logits.argmax(1) == target) & real).sum()
             sums = torch.stack([nll.double(), right.double(), count.double()])
