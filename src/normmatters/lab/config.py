@@ -133,8 +133,9 @@ class PrecisionConfig:
 
 @dataclass(frozen=True)
 class RuntimeConfig:
-    """How it is run; nothing here changes a number by more than rounding.
+    """How it is run; nothing here changes a number by more than rounding (and what dropout draws).
 
+    ``compile``: "cudagraph" replays whole steps; batches of text are then filled up to few shapes.
     A checkpoint is written every ``checkpoint_every`` epochs, if the last one is ``checkpoint_seconds`` old or more.
     ``side_by_side``: how many runs shared the device (set by ``--jobs``); times are then not this run's alone.
     """
