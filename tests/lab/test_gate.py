@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_graphs import FakeGraphs, use_fake_graphs
 from lab_runs import rows
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -82,6 +83,25 @@ def test_who_waits_to_be_alone_comes_before_who_is_not_in_yet() -> None:
     assert order == ["first", "alone", "late"]
 
 
+def test_who_is_away_is_waited_for_by_nobody() -> None:
+    gate = Gate()
+    with gate.away():  # from outside it means nothing
+        pass
+    with gate.together():
+        with ThreadPoolExecutor(1) as pool, gate.away():
+
+            def alone() -> int:
+                with gate.alone():
+                    return gate._inside
+
+            assert pool.submit(alone).result(5) == 0
+        assert gate._inside == 1
+        with pytest.raises(ZeroDivisionError), gate.away():
+            raise ZeroDivisionError
+        assert gate._inside == 1
+    assert gate._inside == 0
+
+
 def test_an_error_inside_leaves_the_gate_open() -> None:
     gate = Gate()
     with pytest.raises(ZeroDivisionError), gate.together(), gate.alone():
@@ -107,34 +127,18 @@ class _Watched(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Recorder:
-    """In the place of a CUDA graph: what is recorded is done at each replay. A recording takes its time."""
+class _Recorder(FakeGraphs):
+    """A recording takes its time."""
 
     collects: set[bool] = set()
 
-    def __init__(self) -> None:
-        self.work: Callable[[], None] | None = None
-
-    @contextlib.contextmanager
-    def warm_up(self) -> Iterator[None]:
-        with step.gpu.alone():
-            yield
-
-    def record(self, work: Callable[[], None]) -> None:
-        self.work = work
+    def record(self, key: Any, work: Callable[[], None]) -> None:
+        super().record(key, work)
         with step.gpu.alone(), graph._no_collection():
             _Watched.capturing = threading.current_thread()
             time.sleep(0.03)
             _Recorder.collects.add(gc.isenabled())
             _Watched.capturing = None
-
-    def replay(self) -> None:
-        assert self.work is not None
-        self.work()
-
-    def release(self) -> None:
-        with step.gpu.alone():
-            self.work = None
 
 
 def _jobs(out: Path, *cells: str, compile: str) -> list[Job]:
@@ -145,7 +149,7 @@ def _jobs(out: Path, *cells: str, compile: str) -> list[Job]:
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> type[_Watched]:
     """Runs whose steps are recorded, on the CPU, with all their work watched."""
-    monkeypatch.setattr(trainer, "step_graph", lambda wanted, device: _Recorder() if wanted else None)
+    use_fake_graphs(monkeypatch, _Recorder)
     plain = worker._train
 
     def watching(*args: Any, **options: Any) -> None:
@@ -173,6 +177,26 @@ def test_runs_beside_a_capture_wait_and_have_the_numbers_of_eager_steps_alone(
         # Whatever a neighbour does to torch's own random numbers is nothing to a run that has begun.
         train(job.config, job.folder, progress=lambda told: torch.manual_seed(int(told.get("step", 0)) + 7))
         assert rows(tmp_path / "beside" / job.folder.relative_to(tmp_path / "alone")) == rows(job.folder), job.id
+
+
+def test_text_beside_a_capture_has_the_numbers_of_a_run_alone(tmp_path: Path, watched: type[_Watched]) -> None:
+    """Dropout, computed weights of an LSTM, and decoding: none of them knows of the neighbours."""
+    tiny = ["data.train_size=100", "data.val_size=10", "data.tokens=200", "model.dropout=0.2", "runtime.threads=1"]
+    tiny += ["optim.epochs=2", "runtime.compile=cudagraph", "runtime.bleu=epoch"]
+
+    def jobs(out: Path) -> list[Job]:
+        found = plan(["supp2", "table1"], "quick", out, overrides=tiny)
+        return [j for j in found if j.id in ("supp2/bwn", "supp2/ln", "table1/transformer_ln")]
+
+    beside = jobs(tmp_path / "beside")
+    assert Runner(beside, workers=3, threads=True).run() == [], [j.reason for j in beside]
+    assert watched.overlapping == []
+    assert len(watched.threads) > 1
+    for job in jobs(tmp_path / "alone"):
+        train(job.config, job.folder, progress=lambda told: torch.manual_seed(int(told.get("step", 0)) + 7))
+        found = rows(tmp_path / "beside" / job.folder.relative_to(tmp_path / "alone"))
+        assert found == rows(job.folder), job.id
+        assert len(found) == 2
 
 
 def test_the_watch_sees_work_beside_a_capture(

@@ -89,7 +89,7 @@ def test_interrupted_runs_end_the_same(mode: str, reference: Path) -> None:
     states = [checkpoint.load(folder / "checkpoints")[0] for folder in (whole, broken)]
     assert states[0] is not None
     assert states[1] is not None
-    for key in ("model", "regime", "scaler", "random"):
+    for key in ("model", "regime", "scaler", "random", "dropout"):
         assert equal(states[0][key], states[1][key]), key
     assert equal(*(load_file(folder / "norms.safetensors") for folder in (whole, broken)))
     assert not (broken / "error.json").exists()

@@ -83,12 +83,19 @@ def test_a_run_that_fails_beside_others_goes_on_in_a_process(tmp_path: Path, mon
     assert asked_for_threads.messages == []
 
 
-def test_text_never_shares_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_shares_a_process_unless_its_dropout_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def text(compile: str) -> RunConfig:
+        runtime = {"device": "cuda", "compile": compile}
+        return from_dict({"data": {"name": "numbers"}, "model": {"name": "lstm"}, "runtime": runtime})
+
+    assert shares_a_process(text("cudagraph"), workers=4)
+    assert not shares_a_process(text("none"), workers=4)
     workers = Workers(2, None, threads=True)
     monkeypatch.setattr(workers._context, "Process", _Process)
     monkeypatch.setattr(_Process, "start", lambda self: None)
-    config = from_dict({"data": {"name": "numbers"}, "model": {"name": "lstm"}})
-    assert not workers.start(config, tmp_path / "text").in_thread
+    monkeypatch.setattr(worker, "_run_in_thread", lambda *_: None)
+    assert workers.start(text("cudagraph"), tmp_path / "graphs").in_thread
+    assert not workers.start(text("compile"), tmp_path / "compiled").in_thread
 
 
 class _Process:

@@ -142,6 +142,19 @@ def test_remove_leaves_a_plain_weight_with_the_same_outputs(add):
     torch.testing.assert_close(layer(x), expected)
 
 
+def test_a_recurrent_layer_computes_its_weights_once_a_pass_and_shares_them_with_no_other():
+    """Not by torch's cache, which is the process's: while another thread is inside it, old weights would stay."""
+    layer, calls = bounded_weight_norm(nn.LSTM(4, 5), "weight_hh_l0"), []
+    layer.parametrizations.weight_hh_l0[0].register_forward_hook(lambda *_: calls.append(parametrize._cache_enabled))
+    before = set(layer.__dict__)
+    layer(torch.randn(3, 2, 4))
+    assert calls == [0]
+    with pytest.raises(RuntimeError):
+        layer(torch.randn(3, 2, 7))
+    assert calls == [0, 0]
+    assert set(layer.__dict__) == before  # nothing is kept
+
+
 def test_remove_from_a_recurrent_layer_restores_its_flat_weights():
     torch.manual_seed(0)
     lstm, x = nn.LSTM(3, 4, num_layers=2, proj_size=2), torch.randn(5, 2, 3)

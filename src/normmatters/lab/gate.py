@@ -68,6 +68,18 @@ class Gate:
                 self._inside += was_inside
                 self._changed.notify_all()
 
+    @contextlib.contextmanager
+    def away(self) -> Iterator[None]:
+        """Long work on the host, in which nobody has to wait for this thread: nothing inside may touch the device."""
+        was_inside = getattr(self._mine, "inside", False)
+        if was_inside:
+            self._leave()
+        try:
+            yield
+        finally:
+            if was_inside:
+                self._enter()
+
     def _enter(self) -> None:
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting)

@@ -1,35 +1,40 @@
-"""A step as a CUDA graph: recorded once, replayed with one launch."""
+"""A run's steps as CUDA graphs: each shape's recorded once, replayed with one launch."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 
 import torch
 
 from normmatters.lab.gate import gpu
 
-__all__ = ["CudaGraph", "own_stream", "step_graph"]
+__all__ = ["CudaGraphs", "own_stream", "step_graphs"]
 
 _AHEAD = 32  # replays between the marks at which the host waits until the device has reached the mark before
+_AHEAD_OF_MANY = 4  # where graphs are recorded all along the first epochs
 _mine = threading.local()
 
 
-class CudaGraph:
+class CudaGraphs:
     """Records a function's work on the device; ``replay`` does it again, on the same memory.
 
-    The host may be up to 64 replays ahead, enough to keep the device busy. More would only make others wait: who
-    captures a graph waits for all work that was launched before.
+    A run has one graph for each ``key`` (the shapes of its batches). They share their memory, since no two of them run
+    at a time, and draw random numbers from ``generator``: each replay goes on where the last one, or an eager step,
+    ended. The host may be up to twice ``ahead`` replays ahead, enough to keep the device busy. More would only make
+    others wait: who captures a graph waits for all work that was launched before.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, generator: torch.Generator | None = None, ahead: int = _AHEAD) -> None:
         current, default = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
         # The default stream cannot be captured. Any other is a run's own, and so are then cuBLAS's workspaces, which
         # belong to a stream: two graphs that were captured on one stream must not run side by side.
         self._stream = torch.cuda.Stream(device) if current == default else current
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._pool = torch.cuda.graph_pool_handle()
+        self._generator, self._ahead = generator, ahead
+        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._mark = torch.cuda.Event(blocking=True)
         self._count = 0
 
@@ -46,29 +51,34 @@ class CudaGraph:
                 yield
             current.wait_stream(self._stream)
 
-    def record(self, work: Callable[[], None]) -> None:
+    def record(self, key: Hashable, work: Callable[[], None]) -> None:
         """Record ``work``, which does nothing by that."""
-        self._graph = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph()
         # thread_local: a thread that reads images ahead may go on to pin memory
-        recording = torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode="thread_local")
-        with gpu.alone(), _no_collection(), recording:
-            work()
+        recording = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
+        with gpu.alone(), _no_collection():
+            if self._generator is not None:
+                graph.register_generator_state(self._generator)
+            with recording:
+                work()
+        self._graphs[key] = graph
 
-    def replay(self) -> None:
-        assert self._graph is not None
-        self._graph.replay()
+    def replay(self, key: Hashable) -> None:
+        self._graphs[key].replay()
         self._count += 1
-        if self._count % _AHEAD == 0:
+        if self._count % self._ahead == 0:
             self._mark.synchronize()  # the first time there is none, and nothing to wait for
             self._mark.record()
 
     def release(self) -> None:
-        """Destroy the graph while none is captured and nothing of it runs; a device that fails has said so before."""
-        if self._graph is not None:
-            with gpu.alone(), contextlib.suppress(RuntimeError):
-                torch.cuda.current_stream(self._stream.device).synchronize()
-                self._graph.reset()
-            self._graph = None
+        """Destroy the graphs while none is captured and nothing of them runs; a device that fails has said so."""
+        if self._graphs:
+            with gpu.alone():
+                with contextlib.suppress(RuntimeError):
+                    torch.cuda.current_stream(self._stream.device).synchronize()
+                    for graph in self._graphs.values():
+                        graph.reset()
+                self._graphs.clear()
 
 
 @contextlib.contextmanager
@@ -83,9 +93,10 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def step_graph(wanted: bool, device: torch.device) -> CudaGraph | None:
-    """A graph for a run's steps; None where they are to be taken eagerly."""
-    return CudaGraph(device) if wanted and device.type == "cuda" else None
+def step_graphs(device: torch.device, generator: torch.Generator | None, *, many: bool) -> CudaGraphs | None:
+    """Graphs for a run's steps, ``many`` where its batches differ in shape; None where there is no GPU."""
+    ahead = _AHEAD_OF_MANY if many else _AHEAD
+    return CudaGraphs(device, generator, ahead) if device.type == "cuda" else None
 
 
 def own_stream(device: torch.device) -> torch.cuda.Stream:

@@ -62,18 +62,19 @@ class Translation:
     def measure(self, model: nn.Module, batch: TextBatch, *, smooth: bool) -> tuple[Tensor, Tensor]:
         logits = model(batch.source, batch.target_in).flatten(0, 1)
         target = batch.target_out.flatten()
-        log_p = logits.float().log_softmax(1)
+        log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(1)
         real = target != PAD
+        count = real.sum()
         nll = F.nll_loss(log_p, target, ignore_index=PAD, reduction="sum")
         total = nll
         if smooth and self.smoothing:
             uniform = -(log_p.mean(1) * real).sum()
             total = (1 - self.smoothing) * nll + self.smoothing * uniform
         # DDP averages the processes' gradients, so each takes its sum over the whole batch's tokens, times their number
-        loss = total * (self.shard.world / batch.tokens)
+        loss = total * self.shard.world / (count if batch.tokens is None else batch.tokens)
         with torch.no_grad():
             right = ((logits.argmax(1) == target) & real).sum()
-            sums = torch.stack([nll.double(), right.double(), real.sum().double()])
+            sums = torch.stack([nll.double(), right.double(), count.double()])
         return loss, sums
 
     def epoch_metrics(self, sums: list[float], split: str) -> dict[str, float | None]:

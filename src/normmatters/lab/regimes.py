@@ -246,4 +246,6 @@ def _optimizer(optim: OptimConfig, groups: list[dict[str, Any]], device: torch.d
     else:
         kind = Adam if optim.name == "adam" else AdamW
         optimizer = kind(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=cuda, capturable=capture)  # type: ignore[arg-type]
+        if capture:
+            optimizer._warned_capturable_if_run_uncaptured = True  # type: ignore[attr-defined]  # the warm-up knows it
     return Angular(optimizer, optim.angle) if optim.mode == "angular" else optimizer

@@ -39,7 +39,7 @@ def process_group(config: RunConfig) -> tuple[torch.device, Shard]:
 
 
 # Runs may share a process, a thread each. One at a time is set up: a model is initialised from torch's own random
-# state, and a checkpoint sets it. After that only dropout draws from it, whose runs get processes of their own.
+# state, and a checkpoint sets it. After that none draws from it: dropout has a generator of its run's own.
 # A run takes this before it enters the gate (``gate.py``), never inside it.
 setting_up = threading.Lock()
 

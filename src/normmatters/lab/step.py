@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from normmatters import precision
 from normmatters.lab.capture import all_at_once
 from normmatters.lab.config import PrecisionConfig
 from normmatters.lab.gate import gpu
-from normmatters.lab.graph import CudaGraph
+from normmatters.lab.graph import CudaGraphs
 from normmatters.lab.objective import Objective
 from normmatters.lab.regimes import Regime
 
+Shapes = tuple[torch.Size, ...]
 _DTYPE = {"fp16": torch.float16, "bf16": torch.bfloat16}
 WARM_UP = 3  # eager steps before a capture: they are steps of the run, so that nothing has to be undone
 
@@ -42,9 +45,10 @@ class Arithmetic:
 class Stepper:
     """Forward, backward and optimizer step on a batch; ``sums`` adds up what the objective measures.
 
-    With ``graph`` the first steps run eagerly; then one step is captured with fixed input buffers, and every later one
-    is a copy into them and a replay. The optimizer's step is part of the graph where it can be
-    (``Regime.capturable``); otherwise it follows eagerly, which every mode and recording works with.
+    With ``graphs`` the first steps run eagerly, and so does the first one with batches of a new shape; then one step of
+    each shape is captured with fixed input buffers, and every later one is a copy into them and a replay. The
+    optimizer's step is part of the graph where it can be (``Regime.capturable``); otherwise it follows eagerly, which
+    every mode and recording works with.
     """
 
     def __init__(
@@ -56,35 +60,39 @@ class Stepper:
         scaler: torch.amp.GradScaler | None,
         *,
         clip_norm: float | None,
-        graph: CudaGraph | None,
+        graphs: CudaGraphs | None,
     ) -> None:
         self.model, self.objective, self.regime, self.arithmetic = model, objective, regime, arithmetic
         self.scaler, self.clip_norm = scaler, clip_norm
         self.device = next(model.parameters()).device
         self.sums = torch.zeros(3, dtype=torch.float64, device=self.device)
-        self._graph = graph
-        self._inputs: tuple[Tensor, ...] | None = None  # of the captured step
+        self._graphs = graphs
+        self._captured: dict[Shapes, _Captured] = {}
+        self._seen: set[Shapes] = set()
         self._warm = 0
 
     def __call__(self, batch: Any, step: int) -> None:
         """Take step number ``step`` (from 0, over all epochs)."""
         gpu.pause()
         self.regime.before_step(step)
-        if self._graph is None:
+        if self._graphs is None:
             self._forward_backward(batch)
             self._optimizer_step()
-        elif self._warm < WARM_UP:
+            return
+        shapes = tuple(part.shape for part in batch if isinstance(part, Tensor))
+        if self._warm < WARM_UP or shapes not in self._seen:
             self._warm += 1
-            with self._graph.warm_up():
+            self._seen.add(shapes)
+            with self._graphs.warm_up():
                 self._forward_backward(batch)
                 self._optimizer_step()
         else:
-            self._replay(self._graph, batch)
+            self._replay(self._graphs, shapes, batch)
 
     def release(self) -> None:
         """No step comes after this."""
-        if self._graph is not None:
-            self._graph.release()
+        if self._graphs is not None:
+            self._graphs.release()
 
     def _forward_backward(self, batch: Any) -> None:
         self.regime.optimizer.zero_grad(set_to_none=True)
@@ -105,23 +113,39 @@ class Stepper:
             scaler.step(optimizer)
             scaler.update()
 
-    def _replay(self, graph: CudaGraph, batch: tuple[Tensor, ...]) -> None:
+    def _replay(self, graphs: CudaGraphs, shapes: Shapes, batch: Any) -> None:
         inside = self.regime.capturable
-        fresh = self._inputs is None
-        if self._inputs is None:
-            self._inputs = tuple(t.clone(memory_format=torch.preserve_format) for t in batch)
-            graph.record(self._captured_step)
+        captured = self._captured.get(shapes)
+        fresh = captured is None
+        if captured is None:
+            inputs = pytree.tree_map_only(Tensor, lambda t: t.clone(memory_format=torch.preserve_format), batch)
+            graphs.record(shapes, lambda: self._captured_step(inputs))
+            captured = self._captured[shapes] = _Captured(inputs, [] if inside else self._gradients())
         else:
-            for place, value in zip(self._inputs, batch):
-                place.copy_(value, non_blocking=True)
-        graph.replay()
+            for place, value in zip(captured.inputs, batch):
+                if isinstance(place, Tensor):
+                    place.copy_(value, non_blocking=True)
+        graphs.replay(shapes)
         if not inside:
+            for p, grad in captured.gradients:  # another graph's, or an eager step's, may be in their place
+                p.grad = grad
             self._optimizer_step()
         elif not fresh and self.regime.recorder is not None:
             self.regime.recorder.step()  # the optimizer's hook ran when it was captured, but a replay runs none
 
-    def _captured_step(self) -> None:
+    def _gradients(self) -> list[tuple[nn.Parameter, Tensor | None]]:
+        return [(p, p.grad) for p in self.model.parameters()]
+
+    def _captured_step(self, inputs: Any) -> None:
         with all_at_once(self.model, self.arithmetic.amp):
-            self._forward_backward(self._inputs)
+            self._forward_backward(inputs)
         if self.regime.capturable:
             self._optimizer_step()
+
+
+@dataclass(frozen=True)
+class _Captured:
+    """A graph's fixed places: its inputs, and the gradients that it leaves to an eager optimizer."""
+
+    inputs: Any
+    gradients: list[tuple[nn.Parameter, Tensor | None]]

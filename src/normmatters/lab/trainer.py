@@ -20,8 +20,9 @@ from normmatters.lab import checkpoint
 from normmatters.lab.config import RunConfig, config_hash
 from normmatters.lab.data import ImageData, Shard, TextData, load_data
 from normmatters.lab.gate import gpu
-from normmatters.lab.graph import step_graph
+from normmatters.lab.graph import step_graphs
 from normmatters.lab.models import Translator, build_model
+from normmatters.lab.models.dropout import draw_from
 from normmatters.lab.objective import Classification, Objective, Translation
 from normmatters.lab.regimes import Regime, build_regime, find_invariant, find_recording
 from normmatters.lab.runlog import RunError, RunFolder, RunResult, write_atomic
@@ -154,7 +155,15 @@ class _Run:
             wrapped = nn.parallel.DistributedDataParallel(wrapped, device_ids=ids)
         self.arithmetic = Arithmetic(config.precision, device)
         self.scaler = torch.amp.GradScaler(device.type) if config.precision.amp == "fp16" else None
-        graph = step_graph(runtime.compile == "cudagraph" and shard.world == 1, device)
+        self.generator: torch.Generator | None = None
+        if isinstance(self.data, TextData) and runtime.compile != "compile":  # which knows no generators
+            self.generator = torch.Generator(device).manual_seed((config.seed * 1_000_003 - 1) % (1 << 63))
+            draw_from(model, self.generator)
+        graphs = None
+        if runtime.compile == "cudagraph" and shard.world == 1:
+            graphs = step_graphs(device, self.generator, many=isinstance(self.data, TextData))
+        if graphs is not None and isinstance(self.data, TextData):
+            self.data.train.few_shapes()
         self.stepper = Stepper(
             wrapped,
             self.objective,
@@ -162,12 +171,12 @@ class _Run:
             self.arithmetic,
             self.scaler,
             clip_norm=optim.clip_norm,
-            graph=graph,
+            graphs=graphs,
         )
         self._reseed(0)
         self.rows: list[dict[str, Any]] = []
         self.messages: list[str] = []
-        if runtime.compile == "cudagraph" and graph is None:
+        if runtime.compile == "cudagraph" and graphs is None:
             self.messages.append("runtime.compile=cudagraph needs one process and a GPU: the steps ran eagerly")
 
     def loop(self, start: int, progress: Progress) -> RunResult:
@@ -239,7 +248,8 @@ class _Run:
                 beam, alpha = self.config.runtime.beam, self.config.runtime.length_penalty
                 tokens = 16384 if self.device.type == "cuda" else 2048
                 found = translate(self.model, self.data, self.device, beam=beam, alpha=alpha, tokens=tokens)
-            row["bleu"] = bleu(found, self.data.references)
+            with gpu.away():
+                row["bleu"] = bleu(found, self.data.references)
         return row
 
     def _total(self, sums: Tensor) -> list[float]:
@@ -258,6 +268,7 @@ class _Run:
             "regime": self.regime.state_dict(),
             "scaler": self.scaler.state_dict() if self.scaler is not None else None,
             "random": checkpoint.random_state(),
+            "dropout": self.generator.get_state() if self.generator is not None else None,
         }
 
     def _save(self, epoch: int, keep: int | None = None) -> None:
@@ -281,11 +292,16 @@ class _Run:
             return 0
         if state["config"] != config_hash(self.config):
             raise RunError("checkpoint", f"the checkpoint in {self.folder.checkpoints} is of another config")
+        if self.generator is not None and state.get("dropout") is None:
+            told = f"the checkpoint in {self.folder.checkpoints} does not say how far its dropout was"
+            raise RunError("checkpoint", f"{told}: ask for a fresh start")
         self.model.load_state_dict(state["model"])
         self.regime.load_state_dict(state["regime"])
         if self.scaler is not None:
             self.scaler.load_state_dict(state["scaler"])
         checkpoint.set_random_state(state["random"])
+        if self.generator is not None:
+            self.generator.set_state(state["dropout"].cpu())
         self._reseed(int(state["epoch"]))
         self.rows = json.loads(state["rows"])
         if self.shard.rank == 0:
@@ -295,7 +311,10 @@ class _Run:
     def _reseed(self, epoch: int) -> None:
         """The models start equal in all processes, but their dropout must differ."""
         if self.shard.rank > 0:
-            torch.manual_seed((self.config.seed * 1_000_003 + epoch) * self.shard.world + self.shard.rank)
+            seed = (self.config.seed * 1_000_003 + epoch) * self.shard.world + self.shard.rank
+            torch.manual_seed(seed)
+            if self.generator is not None:
+                self.generator.manual_seed(seed % (1 << 63))
 
     def _finish(self) -> RunResult:
         summary = self._summary("finished")

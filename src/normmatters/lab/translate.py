@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from normmatters.lab.data.text import BOS, EOS, PAD, TextData
+from normmatters.lab.gate import gpu
 from normmatters.lab.models.translator import Translator
 
 
@@ -42,6 +43,7 @@ def beam_search(
     best_score = torch.full((n,), float("-inf"), device=device)
     first = torch.arange(n, device=device)[:, None] * beam
     for length in range(1, max_length + 1):
+        gpu.pause()
         logits, state = model.step(tokens[:, :, -1].flatten(), state)
         log_p = logits.float().log_softmax(-1)
         log_p[:, PAD] = log_p[:, BOS] = float("-inf")

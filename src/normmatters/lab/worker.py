@@ -2,7 +2,8 @@
 
 A GPU takes turns between processes: two small networks in two processes take twice the time of one. In one process
 their CUDA graphs run on the device side by side, and the host's part of a step is a replay, so threads do. What needs
-more of the host (text, whose shapes vary), or torch's own random state while it trains (for dropout), gets a process.
+more of the host (eager or compiled steps) gets a process, and so does what draws from torch's own random state while it
+trains, which is compiled dropout.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Worker(Protocol):
 def shares_a_process(config: RunConfig, workers: int) -> bool:
     """Whether this run should be a thread, beside others of its kind."""
     cuda = config.runtime.device.startswith("cuda")
-    return workers > 1 and cuda and config.runtime.compile == "cudagraph"  # which the config allows for images only
+    return workers > 1 and cuda and config.runtime.compile == "cudagraph"
 
 
 class Workers:
@@ -63,7 +64,8 @@ class Workers:
     def start(self, config: RunConfig, folder: Path) -> Worker:
         folder.mkdir(parents=True, exist_ok=True)
         in_thread = shares_a_process(config, self.count) if self.threads is None else self.threads
-        if in_thread and config.data.name not in TEXT:
+        compiled_dropout = config.data.name in TEXT and config.runtime.compile == "compile"
+        if in_thread and not compiled_dropout:
             # The pool's threads stay from run to run, and with them what cuDNN found fastest.
             self._pool = self._pool or ThreadPoolExecutor(self.count, thread_name_prefix="run")
             stopped = threading.Event()

@@ -6,7 +6,6 @@ read a plain checkpoint; and an LSTM keeps computed weights in a list, which the
 ``complete_class`` adds the missing methods to the class. They vanish with it when the parametrization is removed.
 """
 
-import contextlib
 import copy
 import warnings
 from typing import Any
@@ -18,6 +17,8 @@ from torch.nn.utils import parametrize
 from normmatters.weight_norm.parametrizations import BoundedWeight, ClassicWeight
 
 __all__ = ["WEIGHT_LAYERS", "complete_class", "own_parametrization"]
+
+_ONCE = "_weights_of_this_pass"  # in the dictionary of a recurrent module
 
 #: Layers whose output is linear in their weight, and a channel of it in one slice.
 WEIGHT_LAYERS = (
@@ -156,8 +157,9 @@ def _load_from_state_dict(
 
 
 def _flat_weights(self: nn.RNNBase) -> list[Tensor | None]:
-    """The list that the recurrent kernels read, computed when they read it."""
-    return [getattr(self, name, None) for name in self._flat_weights_names]
+    """The list that the recurrent kernels read, computed when they read it; in one forward pass, once."""
+    once: list[Tensor | None] | None = self.__dict__.get(_ONCE)
+    return [getattr(self, name, None) for name in self._flat_weights_names] if once is None else once
 
 
 def _ignore(self: nn.RNNBase, *_: Any) -> None:
@@ -165,9 +167,13 @@ def _ignore(self: nn.RNNBase, *_: Any) -> None:
 
 
 def _rnn_forward(self: nn.RNNBase, *args: Any, **kwargs: Any) -> Any:
-    # The list is read several times in one forward: compute each weight once. Computed weights are no part of one
-    # flat buffer, of which cuDNN warns at every call; it compacts them itself. Tracing refuses the cache.
-    once = contextlib.nullcontext() if torch.jit.is_tracing() else parametrize.cached()  # type: ignore[attr-defined]
-    with once, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous chunk")
-        return _class_before(self).forward(self, *args, **kwargs)
+    # The list is read several times in one forward: compute each weight once, here and not in torch's cache, which all
+    # threads share. Computed weights are no part of one flat buffer, of which cuDNN warns at every call; it compacts
+    # them itself.
+    self.__dict__[_ONCE] = self._flat_weights
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous chunk")
+            return _class_before(self).forward(self, *args, **kwargs)
+    finally:
+        self.__dict__.pop(_ONCE, None)

@@ -2,36 +2,40 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from normmatters.lab.config import DataConfig
 from normmatters.lab.data import numerals
 from normmatters.lab.data.images import Shard
+from normmatters.lab.gate import gpu
 
 PAD, BOS, EOS = 0, 1, 2
+_GRID = 4  # the widths of batches that are filled up
 _SPECIAL = ["<pad>", "<s>", "</s>"]
 Pairs = tuple[list[str], list[str]]
 
 
-@dataclass(frozen=True)
-class TextBatch:
+class TextBatch(NamedTuple):
     """``source`` (n, S) ends with EOS; ``target_in`` (n, T) starts with BOS, ``target_out`` (n, T) ends with EOS.
 
-    The rest is PAD. ``tokens`` counts the target tokens of the whole batch, over all processes.
+    The rest is PAD. ``tokens`` counts the target tokens of the whole batch, over all processes; None where these are
+    all of it, and ``target_out`` can be counted. A row that only fills the batch up has the source EOS and no target.
     """
 
     source: Tensor
     target_in: Tensor
     target_out: Tensor
-    tokens: int
+    tokens: int | None
 
 
 def read_pairs(folder: Path, split: str, source: str, target: str) -> Pairs:
@@ -58,14 +62,14 @@ def read_pairs(folder: Path, split: str, source: str, target: str) -> Pairs:
     return [a for a, _ in kept], [b for _, b in kept]
 
 
-def make_tokenizer(lines: list[str], vocab_size: int, path: Path | None) -> Any:
-    """A joint byte-level BPE, read from ``path`` where it is there, else learned and written there."""
+def make_tokenizer(lines: list[str], vocab_size: int, learned: str | None = None) -> Any:
+    """A joint byte-level BPE: the one that ``learned`` (JSON) describes, else learned from ``lines``."""
     try:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     except ImportError:
         raise ValueError('text needs tokenizers: pip install "normmatters[lab]"') from None
-    if path is not None and path.is_file():
-        return Tokenizer.from_file(str(path))
+    if learned is not None:
+        return Tokenizer.from_str(learned)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -75,10 +79,6 @@ def make_tokenizer(lines: list[str], vocab_size: int, path: Path | None) -> Any:
         vocab_size=vocab_size, special_tokens=_SPECIAL, initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(lines, trainer)
-    if path is not None:
-        partial = path.with_suffix(f".{os.getpid()}.tmp")
-        tokenizer.save(str(partial))
-        partial.replace(path)
     return tokenizer
 
 
@@ -98,7 +98,7 @@ class _Sentences:
         position = torch.arange(skip, skip + width, device=rows.device)
         inside = position < self.device_lengths[rows, None]
         index = (self.starts[rows, None] + position).clamp_(max=len(self.flat) - 1)
-        return torch.where(inside, self.flat[index].long(), PAD)
+        return self.flat[index].long().masked_fill_(~inside, PAD)  # torch.where would send PAD over, and wait for it
 
 
 class TextLoader:
@@ -118,13 +118,47 @@ class TextLoader:
                 bounds.append(stop)
         self.bounds = [*bounds, self.count]
         self.steps = len(bounds)
+        self._longest = ordered[np.array(self.bounds[1:]) - 1]  # of each batch, in any order by length
+        self.shapes: dict[int, int] = {}  # rows by width
+
+    def few_shapes(self) -> None:
+        """Fill up the batches of :meth:`epoch` to one of few ``shapes``, since each shape takes a CUDA graph.
+
+        Both sides become as wide as the next multiple of four, and as many rows as any batch of that width has.
+        """
+        if self.shard.world > 1:
+            raise ValueError(f"batches shared by {self.shard.world} processes cannot be filled up")
+        for width, rows in zip(self._widths(), np.diff(self.bounds)):
+            self.shapes[width] = max(self.shapes.get(width, 0), int(rows))
+
+    def _widths(self) -> list[int]:
+        return [-(-int(longest) // _GRID) * _GRID for longest in self._longest]
 
     def epoch(self, epoch: int) -> Iterator[TextBatch]:
         """Sentences of the same length change places between batches, and the batches their order."""
         generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % (1 << 63))
         shuffled = torch.randperm(self.count, generator=generator).numpy()
         order = shuffled[np.argsort(self.lengths[shuffled], kind="stable")]
-        yield from self._batches(order, torch.randperm(self.steps, generator=generator).tolist())
+        numbers = torch.randperm(self.steps, generator=generator).tolist()
+        if not self.shapes:
+            yield from self._batches(order, numbers)
+            return
+        on_device, widths = torch.from_numpy(order).to(self.device), self._widths()
+        for number in numbers:
+            rows = on_device[self.bounds[number] : self.bounds[number + 1]]
+            yield self._filled_up(rows, widths[number])
+
+    def _filled_up(self, rows: Tensor, width: int) -> TextBatch:
+        """The pairs ``rows`` in a batch of this width's shape."""
+        source = self.source.gather(rows, width)
+        target = self.target.gather(rows, width + 1)
+        target_out = target[:, 1:]
+        target_in = target[:, :-1].masked_fill(target_out == PAD, PAD)
+        count = len(rows)
+        below = (0, 0, 0, self.shapes[width] - count)
+        source, target_in, target_out = (F.pad(t, below, value=PAD) for t in (source, target_in, target_out))
+        source[count:, 0].fill_(EOS)  # attention to nothing at all would be NaN
+        return TextBatch(source, target_in, target_out, None)
 
     def __iter__(self) -> Iterator[TextBatch]:
         return self._batches(np.argsort(self.lengths, kind="stable"), range(self.steps))
@@ -144,7 +178,7 @@ class TextLoader:
         source = self.source.gather(on_device[mine], int(self.source.lengths[rows[mine]].max()))
         target = self.target.gather(on_device[mine], width + 1)
         target_in, target_out = target[:, :-1], target[:, 1:]
-        target_in = torch.where(target_out != PAD, target_in, PAD)  # the last EOS is never an input
+        target_in = target_in.masked_fill(target_out == PAD, PAD)  # the last EOS is never an input
         if empty:
             target_out = torch.full_like(target_out, PAD)
         return TextBatch(source, target_in, target_out.contiguous(), int((self.target.lengths[rows] - 1).sum()))
@@ -181,17 +215,49 @@ def load(
     config: DataConfig, folder: Path | None, *, seed: int, shard: Shard, device: torch.device, cache: Path | None
 ) -> TextData:
     """``cache``: a folder for the learned tokenizer, so that a resumed run has the same one."""
+    path = None if cache is None else cache / "tokenizer.json"
+    with gpu.away():  # it takes seconds
+        learned = path.read_text(encoding="utf-8") if path is not None and path.is_file() else None
+        changed: tuple[int, ...] = ()
+        if config.name != "numbers":
+            if folder is None or not folder.is_dir():
+                raise ValueError(f"no folder of parallel text: {folder}; name it with --data-dir and data.dir")
+            changed = tuple(sorted(p.stat().st_mtime_ns for p in folder.iterdir()))
+        encoded = _encode(config, folder, changed, learned)
+        if path is not None and learned is None:
+            partial = path.with_suffix(f".{os.getpid()}.tmp")
+            encoded.tokenizer.save(str(partial))
+            partial.replace(path)
+    return TextData(
+        train=TextLoader(encoded.train, config.tokens, seed, shard, device),
+        val=TextLoader(encoded.val, config.tokens, seed, shard, device),
+        test_sources=encoded.test_sources,
+        references=encoded.references,
+        tokenizer=encoded.tokenizer,
+        vocab_size=encoded.tokenizer.get_vocab_size(),
+        max_length=config.max_length,
+    )
+
+
+class _Encoded(NamedTuple):
+    train: list[tuple[list[int], list[int]]]
+    val: list[tuple[list[int], list[int]]]
+    test_sources: list[list[int]]
+    references: list[str]
+    tokenizer: Any
+
+
+@functools.lru_cache(maxsize=2)
+def _encode(config: DataConfig, folder: Path | None, changed: tuple[int, ...], learned: str | None) -> _Encoded:
+    """The splits as token ids: once for all runs that share a process, as long as the files stay as they are."""
     names = [config.train_split, config.val_split, config.test_split or config.val_split]
-    if config.name == "numbers":
+    if folder is None:
         train, val, test = (_numbers(config, name) for name in names)
     else:
-        if folder is None or not folder.is_dir():
-            raise ValueError(f"no folder of parallel text: {folder}; name it with --data-dir and data.dir")
         train, val, test = (read_pairs(folder, n, config.source, config.target) for n in names)
     train = (train[0][: config.train_size], train[1][: config.train_size])
     val, test = ((p[0][: config.val_size], p[1][: config.val_size]) for p in (val, test))
-    path = None if cache is None else cache / "tokenizer.json"
-    tokenizer = make_tokenizer(train[0] + train[1], config.vocab_size, path)
+    tokenizer = make_tokenizer(train[0] + train[1], config.vocab_size, learned)
 
     def encode(lines: list[str]) -> list[list[int]]:
         return [e.ids for e in tokenizer.encode_batch(lines)]
@@ -201,12 +267,4 @@ def load(
     if not pairs:
         raise ValueError(f"data.max_length={limit} leaves no training pair")
     held_out = [(s[:limit], t[:limit]) for s, t in zip(encode(val[0]), encode(val[1]))]
-    return TextData(
-        train=TextLoader(pairs, config.tokens, seed, shard, device),
-        val=TextLoader(held_out, config.tokens, seed, shard, device),
-        test_sources=[s[:limit] for s in encode(test[0])],
-        references=test[1],
-        tokenizer=tokenizer,
-        vocab_size=tokenizer.get_vocab_size(),
-        max_length=limit,
-    )
+    return _Encoded(pairs, held_out, [s[:limit] for s in encode(test[0])], test[1], tokenizer)

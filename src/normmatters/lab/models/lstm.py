@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from normmatters.lab.data.text import PAD
+from normmatters.lab.models.dropout import Dropout
 from normmatters.lab.models.translator import Translator
 from normmatters.lab.norms import NormFactory
 
@@ -36,7 +37,7 @@ class Seq2Seq(Translator):
         self.bridge = nn.Linear(d_model, 2 * layers * d_model)
         self.score = nn.Linear(d_model, d_model, bias=False)
         self.combine = nn.Linear(2 * d_model, d_model)
-        self.drop = nn.Dropout(dropout)
+        self.drop = Dropout(dropout)
         self.classifier = nn.Linear(d_model, vocabulary)
 
     def encode(self, source: Tensor) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from normmatters.lab.data.text import PAD
+from normmatters.lab.models.dropout import Dropout
 from normmatters.lab.models.translator import Translator
 from normmatters.lab.norms import NormFactory
 
@@ -21,7 +22,8 @@ class Attention(nn.Module):
         super().__init__()
         if d_model % heads:
             raise ValueError(f"model.d_model {d_model} must be a multiple of model.heads {heads}")
-        self.heads, self.dropout = heads, dropout
+        self.heads = heads
+        self.drop = Dropout(dropout)
         self.query, self.key, self.value, self.out = (nn.Linear(d_model, d_model) for _ in range(4))
 
     def split(self, x: Tensor) -> Tensor:
@@ -32,11 +34,23 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, kv: tuple[Tensor, Tensor], mask: Tensor | None = None, causal: bool = False) -> Tensor:
         """x (n, T, d); kv (n, heads, S, d/heads) each; ``mask`` (n, 1, 1, S) is True where a key may be seen."""
-        p = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(
-            self.split(self.query(x)), *kv, attn_mask=mask, dropout_p=p, is_causal=causal
-        )
+        q = self.split(self.query(x))
+        if self.training and self.drop.p:
+            y = self._with_dropout(q, *kv, mask, causal)
+        else:
+            y = F.scaled_dot_product_attention(q, *kv, attn_mask=mask, is_causal=causal)
         return self.out(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+    def _with_dropout(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+        """Torch's own attention in steps, since that draws its dropout from torch's own generator."""
+        scores = q @ k.transpose(2, 3) * (q.shape[3] ** -0.5)
+        if causal:
+            later = torch.ones(scores.shape[2:], dtype=torch.bool, device=q.device).triu(1)
+            scores = scores.masked_fill(later, float("-inf"))
+        if mask is not None:
+            scores = scores.masked_fill(~mask, float("-inf"))
+        y: Tensor = self.drop(scores.softmax(3)) @ v
+        return y
 
 
 class Layer(nn.Module):
@@ -52,7 +66,7 @@ class Layer(nn.Module):
         self.norm2 = norm.layer_norm(d_model) if cross else None
         self.inner, self.outer = nn.Linear(d_model, d_ff), nn.Linear(d_ff, d_model)
         self.norm3 = norm.layer_norm(d_model)
-        self.drop = nn.Dropout(dropout)
+        self.drop = Dropout(dropout)
         for linear in (m for m in self.modules() if isinstance(m, nn.Linear)):
             nn.init.xavier_uniform_(linear.weight)
             nn.init.zeros_(linear.bias)
@@ -107,7 +121,7 @@ class Transformer(Translator):
         shape: dict[str, Any] = {"d_model": d_model, "heads": heads, "d_ff": d_ff, "dropout": dropout, "norm": norm}
         self.encoder = nn.ModuleList(Layer(**shape, cross=False, depth=layers) for _ in range(layers))
         self.decoder = nn.ModuleList(Layer(**shape, cross=True, depth=layers) for _ in range(layers))
-        self.drop = nn.Dropout(dropout)
+        self.drop = Dropout(dropout)
         self.classifier = nn.Linear(d_model, vocabulary, bias=False)
         self.classifier.weight = self.embedding.weight
         self.register_buffer("positions", _sinusoids(max_length, d_model), persistent=False)
