@@ -23,6 +23,14 @@ settings.load_profile("repeatable")
 torch.set_num_threads(1)  # pytest-xdist runs one process for each core
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked ``gpu`` are skipped where there is none."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="no CUDA GPU"))
+
+
 @pytest.fixture(autouse=True)
 def seeded() -> int:
     """Seed torch before each test, so that no test depends on the order."""

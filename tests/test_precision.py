@@ -405,7 +405,6 @@ def test_compiled_models_stay_whole_and_obey_the_context():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize(("p", "k"), KINDS)
 def test_gpu_agrees_to_the_bit_and_can_be_captured(p, k):
     torch.manual_seed(12)

@@ -31,9 +31,11 @@ COUNTS = {"constants": 15, "functional": 25, "optim": 30}
 NEAR = {
     "constants.py": ["test_constants.py"],
     "functional/batch_norm.py": ["functional/test_lp_batch_norm.py"],
+    "functional/channel_sums.py": ["functional/test_hand_derived.py"],
     "functional/checks.py": ["functional"],
     "functional/hand_derived.py": ["functional/test_hand_derived.py"],
     "functional/layer_norm.py": ["functional/test_lp_layer_norm.py"],
+    "functional/pieces.py": ["functional/test_hand_derived.py"],
     "functional/statistic.py": ["functional/test_statistic.py", "functional/test_lp_batch_norm.py"],
     "functional/weight.py": ["weight_norm/test_bounded_weight.py"],
     "optim/_common.py": ["optim/test_refusals.py", "optim/test_weight_decay_free.py"],

@@ -13,12 +13,12 @@ from torch.utils.checkpoint import checkpoint
 
 import oracle
 import tolerances
-from normmatters.functional import hand_derived, lp_batch_norm
+from normmatters.functional import hand_derived, lp_batch_norm, pieces
 
 SHAPES = [(7, 3), (4, 3, 5), (3, 2, 4, 5), (2, 3, 2, 3, 2)]
 
 
-def differentiated(function, x: Tensor, p, k, act, residual, weight, bias, g) -> list[Tensor]:
+def differentiated(function, x: Tensor, p, k, act, residual, weight, bias, g, constant="exact") -> list[Tensor]:
     """Output, the running statistics it leaves, and the gradient of every tensor given."""
     leaves = [t.detach().clone(memory_format=torch.preserve_format).requires_grad_() for t in (x, weight, bias)]
     leaves += [] if residual is None else [residual.detach().clone().requires_grad_()]
@@ -34,6 +34,7 @@ def differentiated(function, x: Tensor, p, k, act, residual, weight, bias, g) ->
         1e-3,
         p=p,
         k=k,
+        constant=constant,
         act=act,
         residual=leaves[3] if residual is not None else None,
     )
@@ -42,21 +43,30 @@ def differentiated(function, x: Tensor, p, k, act, residual, weight, bias, g) ->
 
 
 @pytest.mark.usefixtures("poisoned_empty")
-@pytest.mark.parametrize("chunk", [1 << 18, 5])  # in one piece, and a sample at a time
+@pytest.mark.parametrize("chunk", [1 << 18, 40, 5])  # in one piece, a few samples at a time, and one
 @pytest.mark.parametrize("act", [None, "relu"])
 @pytest.mark.parametrize("with_residual", [False, True])
-@pytest.mark.parametrize(("p", "k"), oracle.KINDS)
+@pytest.mark.parametrize(
+    ("p", "k", "constant"),
+    [*((p, k, "exact") for p, k in oracle.KINDS), (1, None, 0.7), (2, None, 1.5), (3.0, None, 0.7)],
+)
 def test_agrees_with_autograd(
-    p: float | str, k: int | None, with_residual: bool, act: str | None, chunk: int, monkeypatch: pytest.MonkeyPatch
+    p: float | str,
+    k: int | None,
+    constant: str | float,
+    with_residual: bool,
+    act: str | None,
+    chunk: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(hand_derived, "CHUNK", chunk)
+    monkeypatch.setattr(pieces, "CHUNK", chunk)
     for shape in SHAPES:
         x = torch.randn(shape, dtype=torch.float64) + 0.3
         residual = torch.randn_like(x) if with_residual else None
         weight, bias = torch.randn(2, shape[1], dtype=torch.float64).unbind()
         g = torch.randn_like(x)
-        ours = differentiated(hand_derived.batch_norm, x, p, k, act, residual, weight, bias, g)
-        plain = differentiated(lp_batch_norm, x, p, k, act, residual, weight, bias, g)
+        ours = differentiated(hand_derived.batch_norm, x, p, k, act, residual, weight, bias, g, constant)
+        plain = differentiated(lp_batch_norm, x, p, k, act, residual, weight, bias, g, constant)
         for a, b in zip(ours, plain):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
@@ -107,6 +117,63 @@ def test_a_mean_far_from_zero_does_not_spoil_l1s_scale(memory_format: torch.memo
     hand_derived.batch_norm(x, None, running_var, training=True, momentum=1.0)
     lp_batch_norm(x.double(), None, expected, training=True, momentum=1.0)
     torch.testing.assert_close(running_var.double(), expected, rtol=2e-5, atol=0)
+
+
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("few", [0, 100])  # numbers per channel as they are, or repeated for every pixel
+@pytest.mark.parametrize("samples", [1, 3, 7])  # 7 samples, in pieces of equal size or not
+def test_pieces_in_every_layout(
+    memory_format: torch.memory_format, few: int, samples: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """L1, whose passes go backwards and borrow memory of the output and of the input's gradient."""
+    monkeypatch.setattr(pieces, "FEW_PIXELS", few)
+    monkeypatch.setattr(pieces, "CHUNK", max(1, samples * 60 // torch.get_num_threads()))
+    x, residual, g = torch.randn(3, 7, 3, 4, 5, dtype=torch.float64).unbind()
+    x = x.contiguous(memory_format=memory_format)
+    weight, bias = torch.randn(2, 3, dtype=torch.float64).unbind()
+    for act in (None, "relu"):
+        for added in (None, residual):
+            ours = differentiated(hand_derived.batch_norm, x, 1, None, act, added, weight, bias, g)
+            plain = differentiated(lp_batch_norm, x, 1, None, act, added, weight, bias, g)
+            for a, b in zip(ours, plain):
+                torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_l2_is_torchs_batch_norm_to_the_bit(dtype: torch.dtype) -> None:
+    x, residual, g = torch.randn(3, 4, 3, 5, 5, dtype=dtype).unbind()
+    weight, bias = torch.randn(2, 3, dtype=dtype).unbind()
+
+    def torchs(x, mean, var, weight, bias, training, momentum, eps, *, residual, **_) -> Tensor:
+        return (torch.nn.functional.batch_norm(x, mean, var, weight, bias, training, momentum, eps) + residual).relu()
+
+    ours = differentiated(hand_derived.batch_norm, x, 2, None, "relu", residual, weight, bias, g)
+    theirs = differentiated(torchs, x, 2, None, "relu", residual, weight, bias, g)
+    for a, b in zip(ours, theirs):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("with_mean", [False, True])
+@pytest.mark.parametrize("option", [{}, {"momentum": torch.tensor(0.3, dtype=torch.float64)}, {"eps": 0.0}])
+def test_l2_where_torchs_batch_norm_would_refuse(option: dict, with_mean: bool) -> None:
+    """One running statistic without the other, a momentum that is a tensor, an eps of 0."""
+    x = torch.randn(6, 3, dtype=torch.float64)
+    results = []
+    for function in (hand_derived.batch_norm, lp_batch_norm):
+        mean, var = torch.ones(2, 3, dtype=torch.float64).unbind()
+        y = function(x, mean if with_mean else None, var, training=True, p=2, **option)
+        results.append((y, mean, var))
+    for a, b in zip(*results):
+        torch.testing.assert_close(a, b)
+
+
+def test_l2_can_be_differentiated_twice() -> None:
+    x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    weight = torch.rand(3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(
+        lambda x, weight: hand_derived.batch_norm(x, weight=weight, training=True, p=2), (x, weight)
+    )
 
 
 def test_layout_is_kept() -> None:

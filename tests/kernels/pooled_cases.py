@@ -36,8 +36,17 @@ def expected(x: Tensor, weight, bias, constant: str | float = "exact") -> tuple[
         *(None if t is None else t.double() for t in (x, None, None, weight, bias)), True, MOMENTUM, EPS,
         constant=constant, act="relu",
     )  # fmt: skip
-    z, at = F.max_pool2d(y, 3, 2, 1, return_indices=True)
-    return y, z, at
+    return y, *max_pool(y)
+
+
+def max_pool(y: Tensor) -> tuple[Tensor, Tensor]:
+    """PyTorch's pool, and where in an image each of its elements comes from; channels last, but pooled as NCHW.
+
+    Torch 2.11's channels-last kernel puts float64 behind an int32 for each thread, off its alignment where these are
+    odd: one channel and one window end the CUDA context. A copy, as with one channel ``contiguous`` keeps the strides.
+    """
+    z, at = F.max_pool2d(y.clone(memory_format=torch.contiguous_format), 3, 2, 1, return_indices=True)
+    return z.contiguous(memory_format=torch.channels_last), at
 
 
 def spread(g: Tensor, at: Tensor, like: Tensor) -> Tensor:
@@ -81,7 +90,7 @@ def off_the_fence(g: Tensor, x: Tensor, weight, bias, constant: str | float = "e
         *(None if t is None else t.double() for t in (x, None, None, weight, bias)), True, MOMENTUM, EPS,
         constant=constant,
     )  # fmt: skip
-    z = F.max_pool2d(y, 3, 2, 1)
+    z, _ = max_pool(y)
     return torch.where((z.abs() < 2e-3 * y.abs().amax((0, 2, 3), keepdim=True)) & (z != 0), 0, g)
 
 

@@ -32,7 +32,6 @@ from normmatters.nn.batchnorm import L1BatchNorm2d, RangeBatchNorm2d, TopKBatchN
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU"),
     pytest.mark.usefixtures("fresh_seed"),
 ]
 

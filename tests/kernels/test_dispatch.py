@@ -103,7 +103,6 @@ def test_triton_that_is_missing_is_said(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
 def test_a_fall_back_on_a_gpu_is_logged_once(caplog):
     dispatch._log_once.cache_clear()
     with caplog.at_level(logging.INFO, logger="normmatters.kernels"):

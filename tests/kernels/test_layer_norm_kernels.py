@@ -19,7 +19,6 @@ from normmatters.kernels.triton import layer_norm as kernels
 from normmatters.kernels.triton.layer_norm_tiling import Tiling, Tuning, forward_tuning, tiling_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
 KINDS = {"l1": 1, "l2": 2}
 
 
@@ -300,7 +299,6 @@ def test_bitwise_repeatable(few_programs):
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("cols", [64, 768, 1000, 4096, 8192, 16384])
 @pytest.mark.parametrize("centered", [True, False])
@@ -312,7 +310,6 @@ def test_real_sizes(kind, centered, cols, dtype, poisoned_empty):
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_more_than_2_to_the_31_elements():
     x = torch.empty(2**31 // 4096 + 64, 4096, dtype=torch.bfloat16, device=DEVICE).normal_()
     w, b = torch.randn(2, 4096, device=DEVICE).unbind()
@@ -323,7 +320,6 @@ def test_more_than_2_to_the_31_elements():
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_cuda_graph_and_repeatability():
     x, g = torch.randn(2, 4096, 4096, device=DEVICE).bfloat16().unbind()
     w, b = torch.randn(2, 4096, device=DEVICE).unbind()

@@ -18,7 +18,6 @@ from normmatters.optim._rows import Channels
 from normmatters.optim.multi_tensor import Momentum, rotate_channel_
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
 
 
 def matrices(shapes: list[tuple[int, ...]]) -> list[Tensor]:
@@ -156,6 +155,31 @@ def test_every_row_has_one_task():
     assert before[3] == sum(x.shape[0] for x in tensors[:3])
 
 
+def test_tables_that_two_threads_make_at_once_are_one(monkeypatch):
+    """A graph reads the tables of its capture: those that are kept, not some that end with the plan."""
+    tensors = matrices([(5, 7), (3, 1009)])
+    whole, others = rows.places_of, []
+
+    def meanwhile(sizes):
+        monkeypatch.setattr(rows, "places_of", whole)
+        others.append(rows.tables_of(tensors))
+        return whole(sizes)
+
+    monkeypatch.setattr(rows, "places_of", meanwhile)
+    assert rows.tables_of(tensors) is others[0]
+    assert rows.tables_of(tensors) is others[0]
+
+
+def test_tables_do_not_follow_the_default_device():
+    tensors = matrices([(4, 6), (2, 1013)])
+    pointers = [x.data_ptr() for x in tensors]
+    with torch.device("meta"):
+        tables, addresses = rows.tables_of(tensors), rows.address_table(pointers, tensors[0].device)
+    assert tables.layers.device == addresses.device == tensors[0].device
+    assert tables.layers.tolist() == [[6, 1013], [4, 2], [0, 64], [0, 4]]
+    assert addresses.tolist() == pointers
+
+
 def test_addresses_follow_the_tensors():
     first, second = torch.zeros(3, device=DEVICE), torch.zeros(3, device=DEVICE)
     pointers = [first.data_ptr(), second.data_ptr()]
@@ -166,7 +190,6 @@ def test_addresses_follow_the_tensors():
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_many_address_tables():
     """More than are kept: the oldest go, and the right one is used."""
     for _ in range(rows._MAX_ADDRESS_TABLES + 8):
@@ -177,7 +200,6 @@ def test_many_address_tables():
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_a_graph_keeps_its_own_addresses():
     shapes = [(64, 147), (256, 64), (512, 4608)]
     weights, directions, grads = (matrices(shapes) for _ in range(3))
@@ -327,7 +349,6 @@ def test_step_size_correction_takes_the_same_steps_through_the_kernels(monkeypat
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_the_recorder_in_a_graph_through_the_kernel_and_plain(monkeypatch):
     shapes = [(64, 3, 7, 7), (256, 64, 1, 1), (512, 512, 3, 3)]
     runs = []

@@ -19,7 +19,6 @@ from normmatters.nn import L1BatchNorm2d, twin
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU"),
 ]
 
 SHAPE = (16, 24, 14, 14)

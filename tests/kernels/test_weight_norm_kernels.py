@@ -22,7 +22,6 @@ from normmatters.kernels.triton import weight_norm as kernels
 from normmatters.weight_norm import apply_weight_norm, fuse, fused, remove_weight_norm, unfuse
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
 ORDERS = [1, 2, math.inf]
 
 
@@ -438,7 +437,6 @@ def resnet50_shapes() -> list[tuple[int, ...]]:
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("p", ORDERS)
 def test_resnet50_weights_and_an_embedding(p, poisoned_empty):
     v = [torch.randn(shape, device=DEVICE) for shape in resnet50_shapes()]
@@ -463,13 +461,11 @@ def test_bitwise_repeatable(poisoned_empty):
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_bitwise_repeatable_at_real_sizes():
     check_repeatable(resnet50_shapes())
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 def test_cuda_graph_of_training_steps(autocast):
     def train(model: nn.Module) -> torch.optim.Optimizer:
@@ -502,7 +498,6 @@ def test_cuda_graph_of_training_steps(autocast):
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_reduce_overhead_mode_follows_the_optimizer():
     """A compiled graph that is replayed must read the parameters as they are now."""
     torch._dynamo.reset()

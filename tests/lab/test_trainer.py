@@ -246,7 +246,6 @@ def test_missing_data_is_told_in_the_folder_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("amp", ["none", "fp16", "bf16"])
 @pytest.mark.parametrize(
     "optim",
@@ -268,7 +267,6 @@ def test_cuda_graph_takes_the_eager_steps(tmp_path: Path, amp: str, optim: dict[
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_cuda_graph_run_resumes(tmp_path: Path) -> None:
     config = small_run(runtime={"device": "cuda", "compile": "cudagraph"})
     train(config, tmp_path / "whole")

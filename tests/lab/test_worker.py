@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from lab_runs import rows, small_run
 
 from normmatters.lab import worker
@@ -106,7 +105,6 @@ class _Process:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_all_modes_share_a_gpu_and_step_in_graphs(tmp_path: Path) -> None:
     losses = {}
     for compile in ("none", "cudagraph"):

@@ -18,7 +18,6 @@ from normmatters.optim.angular import Angular, AngularSGD
 from normmatters.optim.equilibrium import adamw_equilibrium_angle, equilibrium_angle
 from normmatters.optim.multi_tensor import ChannelTurner, Momentum, rotate_channel_
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 FLOAT64 = 1e-12  # a few hundred roundings of float64
 
 
@@ -347,13 +346,11 @@ def test_kernel_is_the_equation_in_the_interpreter():
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_kernel_is_the_equation_on_a_gpu():
     check_kernel("cuda")
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("kind", ["own", "wrapped"])
 def test_cuda_graph_replays_the_same_steps(kind):
     nets = [digit_net().float().cuda() for _ in range(2)]

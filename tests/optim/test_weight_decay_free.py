@@ -403,7 +403,6 @@ def test_adam_turns_weights_by_lr_over_norm_and_sgd_by_lr_over_norm_squared():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("make", [free_sgd, free_adamw])
 def test_cuda_graph_replays_the_same_steps(make):
     kwargs = {"weight_decay": 0.02, "capturable": True, "check_invariance": False}
@@ -439,7 +438,6 @@ def test_cuda_graph_replays_the_same_steps(make):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_the_default_on_a_gpu_is_fused_and_gives_the_same_steps(momentum, memory_format, monkeypatch):

@@ -139,7 +139,6 @@ def test_inputs_are_moved() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_statistics_on_a_gpu() -> None:
     """Inputs on the host, the model on the device, its norms by the kernels."""
     model, on_device = network().float(), network().float().cuda()

@@ -65,7 +65,6 @@ def test_export_leaves_the_kernels_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_export_on_a_gpu() -> None:
     model, x = every_norm().cuda(), torch.randn(4, 3, 8, 8, device="cuda")
     exported = torch.export.export(model, (x,))

@@ -67,7 +67,6 @@ def check_per_sample_gradients(model: nn.Module, rtol: float = 1e-11, atol: floa
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("norm", LAYER_NORMS)
 def test_per_sample_gradients_on_a_gpu(norm: str) -> None:
     """The transform takes the equation, the loop the kernel: they differ by rounding."""

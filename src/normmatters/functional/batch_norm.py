@@ -127,9 +127,11 @@ def update_running_statistics(
 
 
 def _move(running: Tensor, batch: Tensor, momentum: float | Tensor) -> None:
-    # In the batch's dtype, so that a half-precision buffer is rounded once. Not `lerp_`, which takes a difference: an
-    # infinite variance, which half precision may have, must arrive as such.
-    running.copy_(running.to(batch.dtype) * (1 - momentum) + batch * momentum)
+    # Not `lerp_`, which takes a difference: an infinite variance, which half precision may have, must arrive as such.
+    if running.dtype == batch.dtype:
+        running.mul_(1 - momentum).add_(batch * momentum)
+    else:  # in the batch's dtype, so that a half-precision buffer is rounded once
+        running.copy_(running.to(batch.dtype) * (1 - momentum) + batch * momentum)
 
 
 def _normalize_by_running(

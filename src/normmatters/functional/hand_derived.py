@@ -12,8 +12,7 @@ that what they write in between stays in the cache.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,11 +20,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from normmatters.functional.batch_norm import TINY, lp_batch_norm, update_running_statistics
+from normmatters.functional.channel_sums import (
+    added,
+    channel_mean,
+    extremes,
+    index,
+    mean_deviation,
+    power_mean,
+    weighted_sums,
+)
 from normmatters.functional.checks import check_batch_norm
+from normmatters.functional.pieces import affine, per_channel, pieces, scratch
 from normmatters.functional.statistic import Kind, check_constant, compute_dtype, scale_constant, statistic_kind
-
-# Elements a thread works on at a time: a few such float32 buffers fit its share of the cache, and calls are amortized.
-CHUNK = 1 << 19
 
 
 def batch_norm(
@@ -46,8 +52,9 @@ def batch_norm(
 ) -> Tensor:
     """:func:`~normmatters.functional.lp_batch_norm`, in training with the hand-derived backward pass.
 
-    The plain equation serves evaluation and the empty batch, the compiler, which fuses it by itself, and what an
-    ``autograd.Function`` does not support: ``torch.func`` and forward-mode differentiation.
+    For p = 2 that is torch's own batch norm, which then computes it. The plain equation serves evaluation and the empty
+    batch, the compiler, which fuses it by itself, and what an ``autograd.Function`` does not support: ``torch.func``
+    and forward-mode differentiation.
     """
     if not training or input.numel() == 0 or _traced():
         return lp_batch_norm(
@@ -72,6 +79,11 @@ def batch_norm(
     )
     n = input.numel() // input.shape[1]
     C = scale_constant(p, n, k, constant)
+    if kind == "l2" and C == 1 and _torch_computes(input, running_mean, running_var, weight, bias, momentum):
+        y = F.batch_norm(input, running_mean, running_var, weight, bias, True, momentum, max(eps, TINY))
+        if residual is not None:
+            y += residual
+        return y.relu_() if act == "relu" else y
     y, mean, squared = batch_norm_train(input, weight, bias, residual, eps, kind=kind, p=p, k=k, C=C, act=act)
     update_running_statistics(running_mean, running_var, mean, squared, n, momentum, kind=kind)
     return y
@@ -82,6 +94,23 @@ def _traced() -> bool:
         torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
         or torch.autograd.forward_ad._current_level >= 0
+    )
+
+
+def _torch_computes(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    momentum: float | Tensor,
+) -> bool:
+    """Whether torch's own batch norm, which is L2's, gives the same: in half precision it rounds before the ReLU."""
+    dtypes = {t.dtype for t in (input, running_mean, running_var, weight, bias) if t is not None}
+    return (
+        dtypes == {compute_dtype(input.dtype)}
+        and (running_mean is None) == (running_var is None)
+        and isinstance(momentum, (int, float))
     )
 
 
@@ -142,27 +171,27 @@ class _BatchNormTrain(torch.autograd.Function):
         C: float,
         act: str | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dims = [d for d in range(input.dim()) if d != 1]
-        mean = input.mean(dims, dtype=compute_dtype(input.dtype))
+        mean = channel_mean(input, compute_dtype(input.dtype))
+        output = torch.empty_like(input)
         above = positions = slopes = None
         if kind == "l1":
-            statistic, above = _mean_deviation(input, mean)
+            s, above = mean_deviation(input, mean, C, scratch(input, mean.dtype, output))
         elif kind in ("l2", "lp"):
-            statistic = _average(input, mean, kind, p)
+            s = C * power_mean(input, mean, kind, p)
         elif kind == "mean":
-            statistic = torch.ones_like(mean)
+            s = torch.ones_like(mean)
         else:
-            statistic, positions, slopes = _extremes(input, mean, kind, k)
-        squared = (C * statistic).square()
+            statistic, positions, slopes = extremes(input, mean, kind, k)
+            s = C * statistic
+        squared = s.square()
         if kind == "mean":
             eps = 0.0  # no scale: D = 1
-        eps = max(eps, TINY)
-        inverse = (squared + eps).rsqrt()
+        inverse = (squared + max(eps, TINY)).rsqrt()
 
-        output = _normalize(input, mean, squared, inverse, weight, bias, residual, eps, act)
+        _normalize(input, mean, inverse, weight, bias, residual, act, output)
         x = None if kind == "mean" else input  # a shift is linear: its gradient needs no input
         y = output if act == "relu" else None
-        ctx.save_for_backward(x, y, weight, mean, statistic, inverse, above, positions, slopes)
+        ctx.save_for_backward(x, y, weight, mean, s, inverse, above, positions, slopes)
         ctx.settings = (kind, p, C)
         ctx.mark_non_differentiable(mean, squared)
         ctx.set_materialize_grads(False)
@@ -197,144 +226,32 @@ class _DifferentiatedTwice(torch.autograd.Function):
         )
 
 
-def _samples(x: Tensor) -> int:
-    """How many samples at a time fit the cache; on other devices the whole batch, where launches cost more."""
-    if x.device.type != "cpu":
-        return x.shape[0]
-    return max(1, CHUNK * torch.get_num_threads() * x.shape[0] // x.numel())
-
-
-def _pieces(x: Tensor, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """A few samples at a time of ``x`` and the tensors of its shape."""
-    step, end = _samples(x), x.shape[0]
-    if step >= end:
-        yield x, *tensors
-    else:
-        for start in range(0, end, step):
-            yield tuple([t[start : start + step] for t in (x, *tensors)])
-
-
-def _scratch(x: Tensor, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """Room for any piece of ``x``, given a piece. Written again and again, it stays in the cache."""
-    room = torch.empty_like(x[: _samples(x)], dtype=dtype)
-    return lambda piece: room if piece.shape[0] == room.shape[0] else room[: piece.shape[0]]
-
-
-def _per_channel(t: Tensor, like: Tensor) -> Tensor:
-    return t.view([1, -1] + [1] * (like.dim() - 2))
-
-
-def _weighted_sums(w: Tensor, x: Tensor, mean: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
-    """Σ w·(x−μ)/D and Σ w of each channel: two sums that torch's batch norm takes in one pass for its backward."""
-    weight = inverse  # enters the input's gradient only, which is not asked for; on a GPU there must be one
-    _, moments, sums = torch.ops.aten.native_batch_norm_backward(
-        w, x, weight, None, None, mean, inverse, True, 0.0, [False, True, True]
-    )
-    return moments, sums
-
-
-def _added(sums: Iterable[tuple[Tensor, ...]]) -> list[Tensor]:
-    """The sums of all pieces, added one by one."""
-    return [functools.reduce(torch.add, pieces) for pieces in zip(*sums)]
-
-
-def _mean_deviation(x: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
-    """T for L1, mean |x−μ| of each channel, and how many elements are not below μ, which the backward pass needs.
-
-    With σ = [x ≥ μ] − ½ these are 2·Σ σ·(x−μ)/n and Σ σ + n/2: one pass for both. Σ[x ≥ μ](x−μ) alone, half of Σ|x−μ|,
-    would do if μ had no rounding; the two signs cancel its rounding.
-    """
-    mu, one, scratch = _per_channel(mean, x), torch.ones_like(mean), _scratch(x, mean.dtype)
-    deviation, balance = _added(
-        _weighted_sums(torch.ge(part, mu, out=scratch(part)).sub_(0.5), part.to(mean.dtype), mean, one)
-        for (part,) in _pieces(x)
-    )
-    n = x.numel() // x.shape[1]
-    return deviation * (2 / n), balance + n / 2
-
-
-def _average(x: Tensor, mean: Tensor, kind: Kind, p: float) -> Tensor:
-    """T for L2 and Lp: (mean |x−μ|^p)^(1/p) of each channel."""
-    dims = [d for d in range(x.dim()) if d != 1]
-    mu = _per_channel(mean, x)
-    total = torch.zeros_like(mean)
-    top = None
-    if kind == "lp":  # relative to the largest deviation, no power overflows
-        top = torch.maximum(x.amax(dims).to(mean) - mean, mean - x.amin(dims).to(mean))
-        top = torch.where(top == 0, torch.ones_like(top), top)
-    scratch = _scratch(x, mean.dtype)
-    for (part,) in _pieces(x):
-        c = torch.sub(part, mu, out=scratch(part))
-        if top is None:
-            c = c.square_()
-        else:
-            c = c.abs_().div_(_per_channel(top, x)).pow_(p)
-        total += c.sum(dims)
-    average = total / (x.numel() // x.shape[1])
-    return average.sqrt() if top is None else average.pow(1 / p) * top
-
-
-def _extremes(x: Tensor, mean: Tensor, kind: Kind, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """T for L∞ (k = 1), Top(k) and range, where in its channel each extreme is, (C, m), and its ∂T/∂(x − μ)."""
-    rank = 1 if kind == "range" else k
-    values, positions = [], []
-    offset = 0
-    for (part,) in _pieces(x):
-        c = (part - _per_channel(mean, x)).transpose(0, 1).flatten(1)
-        ends = (c, -c) if kind == "range" else (c.abs(),)
-        found = [end.topk(min(rank, c.shape[1]), dim=1) for end in ends]
-        values.append(torch.stack([f.values for f in found], 1))  # (C, ends, rank)
-        positions.append(torch.stack([f.indices for f in found], 1) + offset)
-        offset += c.shape[1]
-    largest, chosen = torch.cat(values, 2).topk(rank, dim=2)
-    position = torch.cat(positions, 2).gather(2, chosen).flatten(1)
-    if kind == "range":
-        slope = largest.new_tensor([1.0, -1.0]).expand_as(position)
-    else:
-        slope = (x[_index(x, position)] - mean.unsqueeze(1)).sign() / rank
-    return largest.mean(2).sum(1), position, slope
-
-
-def _index(x: Tensor, position: Tensor) -> tuple[Tensor, ...]:
-    """Index of ``x`` for positions, (C, m), that count the samples and pixels of a channel."""
-    channel = torch.arange(x.shape[1], device=x.device).unsqueeze(1)
-    sample, *pixel = torch.unravel_index(position, (x.shape[0], *x.shape[2:]))
-    return (sample, channel, *pixel)
-
-
 def _normalize(
     x: Tensor,
     mean: Tensor,
-    squared: Tensor,
     inverse: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
     residual: Tensor | None,
-    eps: float,
     act: str | None,
-) -> Tensor:
-    """act((x − μ)/√(s² + eps)·weight + bias + residual), rounded to x's dtype once."""
+    y: Tensor,
+) -> None:
+    """act((x − μ)/D·weight + bias + residual) in ``y``, rounded to its dtype once."""
     weight, bias = (t if t is None else t.to(mean.dtype) for t in (weight, bias))
-    if x.dtype == mean.dtype and x.stride(1) != 1:
-        y = F.batch_norm(x, mean, squared, weight, bias, False, 0.0, eps)  # with given statistics: one pass
-        if residual is not None:
-            y += residual
-        return y.relu_() if act == "relu" else y
-    # Channels last, this is faster; and half precision needs more digits until the end.
     scale = inverse if weight is None else inverse * weight
     shift = -mean * scale if bias is None else torch.addcmul(bias, mean, scale, value=-1)
-    scale, shift = _per_channel(scale, x), _per_channel(shift, x)
-    y = torch.empty_like(x)
-    for part, out, *rest in _pieces(x, y, *([] if residual is None else [residual])):
+    scale, shift = per_channel(scale, x), per_channel(shift, x)
+    for part, out, *rest in pieces(x, y, *([] if residual is None else [residual])):
         wide = out if out.dtype == mean.dtype else torch.empty_like(out, dtype=mean.dtype)
-        torch.addcmul(shift, part.to(mean.dtype), scale, out=wide)
-        for one in rest:
-            wide += one
+        part = part.to(mean.dtype)
+        if rest:
+            torch.addcmul(rest[0].to(mean.dtype), part, scale, out=wide).add_(shift)
+        else:
+            affine(part, scale, shift, wide)
         if act == "relu":
             wide.relu_()
         if wide is not out:
             out.copy_(wide)
-    return y
 
 
 def _backward(
@@ -346,64 +263,59 @@ def _backward(
     C: float,
 ) -> tuple[Tensor | None, ...]:
     """Gradients of input, weight, bias and residual; autograd casts them to their dtypes."""
-    x, output, weight, mean, statistic, inverse, above, positions, slopes = saved
+    x, output, weight, mean, s, inverse, above, positions, slopes = saved
     if kind == "mean":
         masked = grad if output is None else torch.ops.aten.threshold_backward(grad, output, 0)
         sum_g = masked.sum([d for d in range(grad.dim()) if d != 1], dtype=mean.dtype)
-        dx = (masked - _per_channel(sum_g * (grad.shape[1] / grad.numel()), grad)).to(grad.dtype)
+        dx = (masked - per_channel(sum_g * (grad.shape[1] / grad.numel()), grad)).to(grad.dtype)
         return dx, None, sum_g, masked
     dx = torch.empty_like(x)
     masked = grad
     if output is not None:
         # The masked gradient goes where dx will be, unless the residual's gradient, which it is, must outlive it.
         masked = torch.empty_like(x) if needed[3] else dx
-    mu = _per_channel(mean, x)
+    mu = per_channel(mean, x)
     dense = kind in ("l1", "l2", "lp")
-    scratch = _scratch(x, mean.dtype)
+    # Room for u. The last pass goes backwards: dx's first samples, which may be the room, are written last.
+    room = scratch(x, mean.dtype, None if masked is dx else dx)
     dims = [d for d in range(x.dim()) if d != 1]
     sums: list[tuple[Tensor, ...]] = []
-    for part, g, arrived, out in _pieces(x, masked, grad, grad if output is None else output):
+    for part, g, arrived, out in pieces(x, masked, grad, grad if output is None else output):
         if output is not None:
             torch.ops.aten.threshold_backward.grad_input(arrived, out, 0, grad_input=g)
         part = part.to(mean.dtype)
-        sums.append(_weighted_sums(g.to(mean.dtype), part, mean, inverse))
+        sums.append(weighted_sums(g.to(mean.dtype), part, mean, inverse))
         if kind in ("l2", "lp") and needed[0]:
-            sums[-1] += (_direction(part, mu, statistic, kind, p, out=scratch(part)).sum(dims),)
-    sum_gx, sum_g, *directions = _added(sums)
+            sums[-1] += (_direction(part, mu, s, kind, p, C, out=room(part)).sum(dims),)
+    sum_gx, sum_g, *directions = added(sums)
 
     n = x.numel() // x.shape[1]
     a = inverse if weight is None else weight * inverse
-    slope = a * inverse * sum_gx  # of u, below times T and constants
-    if kind != "l2":
-        slope *= statistic
-    slope *= C * C * ((2 if kind == "l1" else 1) / n if dense else 1)
     if needed[0]:
-        # dx = a·g + shift − u·slope
+        # dx = a·g + slope·u + shift
+        slope = a * inverse * sum_gx
+        slope *= -C * (1 if not dense else 2 / n if kind == "l1" else 1 / n)
+        slope *= C if kind == "l2" else s
         (sum_u,) = directions or [above if kind == "l1" else slopes.sum(1)]
-        shift = torch.addcmul(slope * sum_u, a, sum_g, value=-1) / n
-        shift, scale, along = (_per_channel(t, x) for t in (shift, a, slope))
-        for part, g, out in _pieces(x, masked, dx):
+        shift = torch.addcmul(slope * sum_u, a, sum_g).mul_(-1 / n)
+        shift, scale, along = (per_channel(t, x) for t in (shift, a, slope))
+        for part, g, out in pieces(x, masked, dx, backwards=True):
             rest = shift
             if dense:
-                u = _direction(part.to(mean.dtype), mu, statistic, kind, p, out=scratch(part))
-                rest = torch.addcmul(shift, u, along, value=-1, out=u)
+                u = _direction(part.to(mean.dtype), mu, s, kind, p, C, out=room(part))
+                rest = affine(u, along, shift, out=u)
             if out.dtype == mean.dtype:
                 torch.addcmul(rest, g, scale, out=out)
             else:
                 out.copy_(torch.addcmul(rest, g.to(mean.dtype), scale))
         if positions is not None:
             at_extremes = slope.unsqueeze(1) * slopes
-            dx.index_put_(_index(x, positions), -at_extremes.to(dx.dtype), accumulate=True)
-    return (
-        dx,
-        None if weight is None else sum_gx,
-        sum_g,
-        masked,
-    )
+            dx.index_put_(index(x, positions), at_extremes.to(dx.dtype), accumulate=True)
+    return dx, None if weight is None else sum_gx, sum_g, masked
 
 
-def _direction(x: Tensor, mu: Tensor, statistic: Tensor, kind: Kind, p: float, out: Tensor) -> Tensor:
-    """u of the dense norms, up to a factor per channel and a constant, in ``out``.
+def _direction(x: Tensor, mu: Tensor, s: Tensor, kind: Kind, p: float, C: float, out: Tensor) -> Tensor:
+    """u of the dense norms in ``out``, up to a factor, which ``_backward`` gives to its slope, and a constant.
 
     For L1 it is [x ≥ μ], the sign up to a factor 2 and a constant, that u − mean u removes: one pass, no subtraction.
     """
@@ -412,5 +324,5 @@ def _direction(x: Tensor, mu: Tensor, statistic: Tensor, kind: Kind, p: float, o
     c = torch.sub(x, mu, out=out)
     if kind == "l2":
         return c
-    T = torch.where(statistic == 0, torch.ones_like(statistic), statistic)
-    return torch.copysign((c / _per_channel(T, x)).abs_().pow_(p - 1), c, out=out)
+    T = torch.where(s == 0, torch.ones_like(s), s / C)
+    return torch.copysign((c / per_channel(T, x)).abs_().pow_(p - 1), c, out=out)

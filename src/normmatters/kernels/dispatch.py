@@ -188,11 +188,13 @@ def _check_devices(input: Tensor, *others: Tensor | None) -> None:
             raise ValueError(f"all tensors must be on the input's device {device}, got one on {other.device}")
 
 
-def _counts_late(num_batches_tracked: Tensor | None, input: Tensor) -> bool:
-    """Whether the number of batches is not one that a kernel can raise."""
-    return num_batches_tracked is not None and (
-        num_batches_tracked.dtype != torch.int64 or num_batches_tracked.device != input.device
-    )
+def _who_counts(num_batches_tracked: Tensor | None, input: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """The number of batches for the kernel to raise, or, where it cannot, for :func:`_count` behind it."""
+    if num_batches_tracked is None or (
+        num_batches_tracked.dtype == torch.int64 and num_batches_tracked.device == input.device
+    ):
+        return num_batches_tracked, None
+    return None, num_batches_tracked
 
 
 def _count(num_batches_tracked: Tensor | None) -> None:
@@ -282,7 +284,7 @@ def linked_batch_norm(
         C = _constant(p, int(input.numel() // input.shape[1]), k, constant)
         if residual is not None and residual.dtype != input.dtype:
             residual, link = residual.to(input.dtype), None
-        late = _counts_late(num_batches_tracked, input)
+        batches, late = _who_counts(num_batches_tracked, input)
         output, link = kernel(
             input,
             running_mean,
@@ -299,9 +301,9 @@ def linked_batch_norm(
             memory=memory,
             link=link,
             linked=linked,
-            batches=None if late else num_batches_tracked,
+            batches=batches,
         )
-        _count(num_batches_tracked if late else None)
+        _count(late)
         return output, link
     if training:
         _say("batch norm", backend, input)
@@ -365,9 +367,9 @@ def pooled_batch_norm(
             check_batch_norm(input, *tensors, training, eps, kind=kind, k=k, act=act, residual=None)
             _check_devices(input, *tensors)
             C = _constant(p, int(input.numel() // input.shape[1]), k, constant)
-            late = _counts_late(num_batches_tracked, input)
-            output = kernel(input, *tensors, momentum, eps, constant=C, batches=None if late else num_batches_tracked)
-            _count(num_batches_tracked if late else None)
+            batches, late = _who_counts(num_batches_tracked, input)
+            output = kernel(input, *tensors, momentum, eps, constant=C, batches=batches)
+            _count(late)
             return output
         _say("max pool behind a batch norm", Backend("plain", reason), input)
     output = batch_norm(

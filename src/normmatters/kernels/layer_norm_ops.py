@@ -45,8 +45,7 @@ def _dense(vector: Tensor | None) -> Tensor | None:
 
 def _forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, *arguments: Any) -> tuple[Tensor, Tensor]:
     """y, shaped like the matrix x, and the statistics of its rows that the backward pass needs."""
-    with on_device(x.device):
-        return kernels.forward(x.contiguous(), x.shape[1:], _dense(weight), _dense(bias), *arguments)
+    return kernels.forward(x.contiguous(), x.shape[1:], _dense(weight), _dense(bias), *arguments)
 
 
 def _fake_forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, *arguments: Any) -> tuple[Tensor, Tensor]:
@@ -69,10 +68,9 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx, dweight and dbias; the last two are empty unless ``parameters``."""
     dtypes = (weight_dtype, bias_dtype) if parameters else None
-    with on_device(x.device):
-        dx, dweight, dbias = kernels.backward(
-            g.contiguous(), x.contiguous(), x.shape[1:], _dense(weight), stats, constant, l1, centered, dtypes
-        )
+    dx, dweight, dbias = kernels.backward(
+        g.contiguous(), x.contiguous(), x.shape[1:], _dense(weight), stats, constant, l1, centered, dtypes
+    )
     return (
         dx,
         x.new_empty(0, dtype=weight_dtype) if dweight is None else dweight,
@@ -113,7 +111,7 @@ def _register() -> None:
         )
         return dx, dweight if needs[0] else None, dbias if needs[1] else None, None, None, None, None
 
-    register_gradient("layer_norm_forward", _forward, setup_context, backward)
+    register_gradient("layer_norm_forward", setup_context, backward)
 
 
 _register()

@@ -23,16 +23,27 @@ def _keys(backend: str) -> tuple[int, int]:
 _PLAIN = frozenset((*_keys("CPU"), *_keys("CUDA")))
 
 
+_kernels: dict[str, Callable[..., Any]] = {}
+
+
 def register(name: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """Give the operator ``normmatters::name``, defined in `LIBRARY`, its kernel and its shapes."""
-    LIBRARY.impl(name, kernel, "CUDA")
-    LIBRARY.impl(name, kernel, "CPU")  # through Triton's interpreter
+    """Give the operator ``normmatters::name``, defined in `LIBRARY`, its kernel and its shapes.
+
+    The kernel runs on the device of the operator's first tensor.
+    """
+
+    def there(first: Any, *others: Any) -> Any:
+        with on_device((first[0] if isinstance(first, list) else first).device):
+            return kernel(first, *others)
+
+    _kernels[name] = there
+    LIBRARY.impl(name, there, "CUDA")
+    LIBRARY.impl(name, there, "CPU")  # through Triton's interpreter
     torch.library.register_fake(f"normmatters::{name}", fake, lib=LIBRARY)
 
 
 def register_gradient(
     name: str,
-    kernel: Callable[..., Any],
     save: Callable[[Any, tuple[Any, ...], Any], None],
     backward: Callable[..., tuple[Any, ...]],
 ) -> None:
@@ -43,7 +54,7 @@ def register_gradient(
     that counts the change. It is also quicker: a compiled graph calls its operators on plain tensors with nothing to
     differentiate, and then the kernel is called at once, and not by way of the dispatcher.
     """
-    operator = getattr(torch.ops.normmatters, name).default
+    kernel, operator = _kernels[name], getattr(torch.ops.normmatters, name).default
     aliases = [argument.alias_info for argument in operator._schema.arguments]
     changed = [i for i, alias in enumerate(aliases) if alias is not None and alias.is_write]
 
@@ -97,11 +108,11 @@ def any_requires_grad(*tensors: Tensor | None) -> bool:
     return False
 
 
-def as_gradient_of(parameter: Tensor | None, gradient: Tensor) -> Tensor | None:
-    """``gradient`` in the parameter's dtype (``to`` takes its time even where there is nothing to do)."""
-    if parameter is None or gradient.dtype is parameter.dtype:
-        return None if parameter is None else gradient
-    return gradient.to(parameter.dtype)
+def in_dtype(gradient: Tensor, dtype: torch.dtype | None) -> Tensor | None:
+    """``gradient`` in this dtype, None for none (``to`` takes its time even where there is nothing to do)."""
+    if dtype is None or gradient.dtype is dtype:
+        return None if dtype is None else gradient
+    return gradient.to(dtype)
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -25,7 +25,7 @@ from torch import Tensor
 from normmatters.kernels.library import (
     LIBRARY,
     any_requires_grad,
-    as_gradient_of,
+    in_dtype,
     needs_operators,
     on_device,
     once_differentiable,
@@ -100,17 +100,16 @@ def _forward(
 
 def _operator(x: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     """:func:`_forward` and the link as an operator, which has a tensor for every output, be it an empty one."""
-    with on_device(x.device):
-        z, code, count, statistics, index = _forward(x, *arguments)
-        *_, linked = arguments
-        return (
-            z,
-            code,
-            count,
-            _link(z) if linked else z.new_empty(0),
-            statistics,
-            z.new_empty((0, z.shape[1]), dtype=torch.int64) if index is None else index,
-        )
+    z, code, count, statistics, index = _forward(x, *arguments)
+    *_, linked = arguments
+    return (
+        z,
+        code,
+        count,
+        _link(z) if linked else z.new_empty(0),
+        statistics,
+        z.new_empty((0, z.shape[1]), dtype=torch.int64) if index is None else index,
+    )
 
 
 def _link(z: Tensor) -> Tensor:
@@ -140,8 +139,7 @@ def _fake_forward(
 
 def _backward(g: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """:func:`_gradients` as an operator, which has a tensor for every output: an empty one where there is none."""
-    with on_device(g.device):
-        dx, dweight, dbias, dresidual = _gradients(g, *arguments)
+    dx, dweight, dbias, dresidual = _gradients(g, *arguments)
     return dx, dweight, dbias, g.new_empty(0) if dresidual is None else dresidual
 
 
@@ -210,8 +208,7 @@ def _input_gradients(ctx: Any, g: Tensor, link: Tensor | None, backward: Any) ->
         dresidual = g
     return (
         dx,
-        as_gradient_of(weight, dweight),
-        as_gradient_of(bias, dbias),
+        *map(in_dtype, (dweight, dbias), kernels.affine_of(weight, bias)),
         dresidual if need_dresidual and not ctx.through_link else None,
         dresidual if need_dresidual and ctx.through_link else None,
     )
@@ -228,7 +225,7 @@ def _register() -> None:
 
     register("batch_norm_forward", _operator, _fake_forward)
     register("batch_norm_backward", _backward, _fake_backward)
-    register_gradient("batch_norm_forward", _operator, save, backward)
+    register_gradient("batch_norm_forward", save, backward)
 
 
 _register()

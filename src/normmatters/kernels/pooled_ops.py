@@ -13,6 +13,7 @@ from torch import Tensor
 from normmatters.kernels.library import (
     LIBRARY,
     any_requires_grad,
+    in_dtype,
     needs_operators,
     on_device,
     once_differentiable,
@@ -58,11 +59,6 @@ def _forward(
     return *kernels.normalize(x, weight, bias, statistics, save=save), statistics
 
 
-def _operator(x: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    with on_device(x.device):
-        return _forward(x, *arguments)
-
-
 def _fake_forward(x: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     *_, save = arguments
     shape = kernels.shape_of(x)
@@ -90,11 +86,6 @@ def _backward(
     return kernels.gradient(_channels_last(g), winner, code, count, statistics, weight, constant, (height, width))
 
 
-def _backward_operator(g: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    with on_device(g.device):
-        return _backward(g, *arguments)
-
-
 def _fake_backward(g: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     *_, height, width = arguments
     shape = (*g.shape[:2], height, width)
@@ -117,8 +108,8 @@ def _input_gradients(ctx: Any, g: Tensor, backward: Any) -> tuple[Tensor | None,
     dx, dweight, dbias = backward(g, *saved, weight, *ctx.arguments)
     return (
         dx,
-        None if weight is None else dweight.to(weight.dtype),
-        None if ctx.bias_dtype is None else dbias.to(ctx.bias_dtype),
+        in_dtype(dweight, None if weight is None else weight.dtype),
+        in_dtype(dbias, ctx.bias_dtype),
     )
 
 
@@ -131,9 +122,9 @@ def _register() -> None:
     def backward(ctx: Any, g: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         return *_input_gradients(ctx, g, torch.ops.normmatters.pooled_batch_norm_backward), *[None] * 7
 
-    register("pooled_batch_norm_forward", _operator, _fake_forward)
-    register("pooled_batch_norm_backward", _backward_operator, _fake_backward)
-    register_gradient("pooled_batch_norm_forward", _operator, save, backward)
+    register("pooled_batch_norm_forward", _forward, _fake_forward)
+    register("pooled_batch_norm_backward", _backward, _fake_backward)
+    register_gradient("pooled_batch_norm_forward", save, backward)
 
 
 _register()

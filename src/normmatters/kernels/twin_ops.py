@@ -13,6 +13,7 @@ from torch import Tensor
 from normmatters.kernels.library import (
     LIBRARY,
     any_requires_grad,
+    in_dtype,
     needs_operators,
     on_device,
     once_differentiable,
@@ -78,10 +79,9 @@ def _forward(
 
 def _operator(x1: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     """:func:`_forward` and the link as an operator, which has a tensor for every output, be it an empty one."""
-    with on_device(x1.device):
-        z, code, *statistics = _forward(x1, *arguments)
-        *_, linked = arguments
-        return z, code, _link(z) if linked else z.new_empty(0), *statistics
+    z, code, *statistics = _forward(x1, *arguments)
+    *_, linked = arguments
+    return z, code, _link(z) if linked else z.new_empty(0), *statistics
 
 
 def _fake_forward(x1: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
@@ -115,11 +115,6 @@ def _backward(
     return kernels.gradient(g, link, x1, x2, code, first, second, constant1, constant2, lean=lean)
 
 
-def _backward_operator(g: Tensor, *arguments: Any) -> kernels.Gradients:
-    with on_device(g.device):
-        return _backward(g, *arguments)
-
-
 def _fake_backward(g: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     *_, channels_last = arguments
     layout, channels = _format(g, channels_last), g.shape[1]
@@ -145,7 +140,7 @@ def _input_gradients(ctx: Any, g: Tensor, link: Tensor | None, backward: Any) ->
     found = backward(
         g, link if ctx.linked else None, g if x1 is None else x1, g if x2 is None else x2, *others, *ctx.arguments
     )
-    return tuple(None if dtype is None else gradient.to(dtype) for gradient, dtype in zip(found, ctx.dtypes))
+    return tuple(map(in_dtype, found, ctx.dtypes))
 
 
 def _register() -> None:
@@ -158,8 +153,8 @@ def _register() -> None:
         return *_input_gradients(ctx, g, link, torch.ops.normmatters.twin_batch_norm_backward), *[None] * 15
 
     register("twin_batch_norm_forward", _operator, _fake_forward)
-    register("twin_batch_norm_backward", _backward_operator, _fake_backward)
-    register_gradient("twin_batch_norm_forward", _operator, save, backward)
+    register("twin_batch_norm_backward", _backward, _fake_backward)
+    register_gradient("twin_batch_norm_forward", save, backward)
 
 
 _register()

@@ -51,8 +51,7 @@ def _memory_order(v: Tensor) -> list[int]:
 
 def _bounded_weights(v: list[Tensor], rho: list[Tensor], p: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """ρ·v/‖v‖_p of all tensors as one flat buffer of ``dtype``, and the norms of all rows. p: 1, 2, or 0 for ∞."""
-    with torch.cuda.device_of(v[0]):  # kernels run on the current device
-        return _plan_of(v, p, dtype).forward(v, rho)
+    return _plan_of(v, p, dtype).forward(v, rho)
 
 
 def _fake_bounded_weights(v: list[Tensor], rho: list[Tensor], p: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -64,9 +63,8 @@ def _bounded_weights_backward(g: Tensor, v: list[Tensor], rho: list[Tensor], nor
     """The gradients of all v as one flat buffer."""
     g = g.contiguous()
     begin, size = g.data_ptr(), g.element_size()
-    with torch.cuda.device_of(v[0]):
-        places, _ = places_of([x.numel() for x in v])
-        return _plan_of(v, p, g.dtype).backward([begin + place * size for place in places], v, rho, norms)
+    places, _ = places_of([x.numel() for x in v])
+    return _plan_of(v, p, g.dtype).backward([begin + place * size for place in places], v, rho, norms)
 
 
 def _fake_bounded_weights_backward(g: Tensor, v: list[Tensor], rho: list[Tensor], norms: Tensor, p: int) -> Tensor:

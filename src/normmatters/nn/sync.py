@@ -17,6 +17,7 @@ from normmatters import precision
 from normmatters.functional.batch_norm import update_running_statistics
 from normmatters.functional.checks import check_batch_norm
 from normmatters.functional.statistic import Kind, compute_dtype, scale_constant, statistic_kind
+from normmatters.kernels.dispatch import _count
 from normmatters.nn.batchnorm import _LpBatchNorm
 from normmatters.nn.batchnorm_act import ThenAct
 
@@ -123,8 +124,7 @@ class SyncLpBatchNorm(_LpBatchNorm):
         squared = None if kind == "mean" else s.square()
         n = count.clamp(min=2)
         update_running_statistics(running_mean, running_var, mean, squared, n, momentum_or_none, kind=kind)
-        if batches is not None:
-            batches.add_(1)
+        _count(batches)
         return self._pooled(output)
 
     def _linked_batch_norm(self, *arguments: Any) -> tuple[Tensor, None]:

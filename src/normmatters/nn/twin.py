@@ -8,7 +8,7 @@ from torch import Tensor
 
 from normmatters.functional.checks import check_batch_norm
 from normmatters.kernels import dispatch
-from normmatters.kernels.dispatch import _check_devices, _constant, _count, _counts_late
+from normmatters.kernels.dispatch import _check_devices, _constant, _count, _who_counts
 from normmatters.nn.batchnorm import _LpBatchNorm
 
 
@@ -77,10 +77,9 @@ def _run(
         check_batch_norm(x, *tensors, training, one.eps, kind="l1")
         _check_devices(x, *tensors)
         constant = _constant(1, int(x.numel() // x.shape[1]), None, one.constant)
-        if _counts_late(count, x):
-            late.append(count)
-            count = None
-        states.append((*tensors, momentum, one.eps, constant, count))
+        batches, behind = _who_counts(count, x)
+        late.append(behind)
+        states.append((*tensors, momentum, one.eps, constant, batches))
     output = twin_ops.twin_batch_norm(input, states[0], other_input, states[1], memory=norm.memory, linked=linked)
     for count in late:
         _count(count)

@@ -111,7 +111,8 @@ def tables_of(tensors: list[Tensor]) -> Tables:
     """The tables for these shapes. They stay for good: graphs that were captured with them may still be replayed."""
     shapes = tuple((x.numel() // x.shape[0], x.shape[0]) for x in tensors)
     device = tensors[0].device
-    if (device, shapes) not in _tables:
+    found = _tables.get((device, shapes))
+    if found is None:
         layers: list[list[int]] = []
         tasks: dict[int, list[tuple[int, int]]] = {_WIDE: [], 1: []}
         places, numel = places_of([n * rows for n, rows in shapes])
@@ -122,16 +123,22 @@ def tables_of(tensors: list[Tensor]) -> Tables:
             wide = _WIDE if n % _WIDE == 0 else 1
             tasks[wide] += [(t, first) for first in range(0, rows, block)]
             rows_before += rows
-        lists = tuple((w, torch.tensor(one, dtype=torch.int32).to(device)) for w, one in tasks.items() if one)
-        matrix = torch.tensor(layers, dtype=torch.int64).t().contiguous().to(device)
-        _tables[device, shapes] = Tables(matrix, lists, rows_before, numel)
-    return _tables[device, shapes]
+        lists = tuple((w, _sent(one, torch.int32, device)) for w, one in tasks.items() if one)
+        matrix = _sent(list(zip(*layers)), torch.int64, device)
+        # Another thread may have made them by now. Only what is kept here stays for good.
+        found = _tables.setdefault((device, shapes), Tables(matrix, lists, rows_before, numel))
+    return found
+
+
+def _sent(numbers: list[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """By way of the host, whatever the default device is."""
+    return torch.tensor(numbers, dtype=dtype, device="cpu").to(device)
 
 
 def address_table(pointers: list[int], device: torch.device) -> Tensor:
     """These addresses as a tensor on ``device``, int64."""
     if device.type != "cuda":
-        return torch.tensor(pointers)
+        return torch.tensor(pointers, device=device)
     if torch.cuda.is_current_stream_capturing():
         # A graph keeps a table of its own. Its entries travel as arguments of a kernel, not as a copy from the host.
         table = torch.zeros(len(pointers), dtype=torch.int64, device=device)
@@ -144,7 +151,7 @@ def address_table(pointers: list[int], device: torch.device) -> Tensor:
         if len(_addresses) >= _MAX_ADDRESS_TABLES:
             _addresses.clear()
         # Pinned, so that the host need not wait for the device.
-        found = _addresses[key] = torch.tensor(pointers).pin_memory().to(device, non_blocking=True)
+        found = _addresses[key] = torch.tensor(pointers, device="cpu").pin_memory().to(device, non_blocking=True)
     return found
 
 
