@@ -64,14 +64,14 @@ def test_values_and_gradients(batch: int, height: int, width: int, c_in: int, c_
     check(made(batch, c_in, height, width), made(c_out, c_in, 3, 3), made(batch, c_out, height, width))
 
 
-def test_many_tiles_of_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
-    from normmatters.lab.models import conv_kernels
+@pytest.mark.parametrize("joint", [True, False])
+def test_many_tiles_of_pixels(joint: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from normmatters.lab.models import conv_kernels as kernels
 
-    monkeypatch.setattr(conv_kernels, "_PIXELS", 16)
-    monkeypatch.setattr(conv_kernels, "_PARTS", 3)
-    conv_kernels.plan_of.cache_clear()
-    check(made(3, 16, 6, 5), made(16, 16, 3, 3), made(3, 16, 6, 5))
-    conv_kernels.plan_of.cache_clear()
+    monkeypatch.setitem(kernels.TILES, 16, kernels.Tiles(16, 2, 16, 3, joint))
+    kernels.plan_of.cache_clear()
+    check(made(3, 16, 7, 5), made(16, 16, 3, 3), made(3, 16, 7, 5))
+    kernels.plan_of.cache_clear()
 
 
 def test_a_weight_in_any_layout_and_a_gradient_too() -> None:

@@ -1,11 +1,14 @@
 """3 × 3 convolutions of few channels, half precision, channels last: output, and the gradients of input and weight.
 
-A CIFAR network's stages have 16 to 64 channels, a few megabytes a tensor. Its convolutions are bound by memory, but the
-kernels that a library has for them are made for large products. Here a program takes the pixels of a tile, all
-channels at once, and goes through the nine places of the window:
+A CIFAR network's stages have 16 to 64 channels, a few megabytes a tensor. Its convolutions are bound by what passes
+through a multiprocessor's load units, and the kernels that a library has for them are made for large products. So a
+program reads few values more than once, and lets the matrix units multiply zeros instead, of which they have plenty:
 
-    y[m] = Σ_t x[m + shift(t)]·w[t]        the input's gradient: the same, the window turned by 180° and w[t] transposed
-    dw[t] = Σ_m x[m + shift(t)]ᵀ·g[m]      by parts of the pixels, which a second kernel adds in a fixed order
+    y[m] = Σ x[m + shift(ky, kx)]·w[ky, kx]     several rows of an image at once: a row of x is read for all rows of y
+                                                that it belongs to, which stand side by side in one product
+    the input's gradient                        the same, the window turned by 180° and w transposed
+    dw[ky, kx] = Σ x[p + kx − 1]ᵀ·g[p − (ky − 1)·W]   three shifts of x (neighbours in memory) by three shifts of g, all
+                                                nine in one product; by parts of the pixels, added in a fixed order
 """
 
 from __future__ import annotations
@@ -20,27 +23,23 @@ from torch import Tensor
 
 from normmatters.kernels.triton.launch import Launch, wait_for_previous
 
-CHANNELS = (16, 32, 64)
-_PIXELS = 128  # of a tile
-_WARPS = 4
-_PARTS = 256  # into which the pixels of a weight gradient are cut, at most
+
+class Tiles(NamedTuple):
+    """How the work is cut for a number of channels (the larger of input's and output's)."""
+
+    columns: int  # of images side by side, times
+    rows: int  # of an image: a program's pixels of y
+    pixels: int  # of a tile of a weight gradient
+    parts: int  # into which the pixels are cut, at most
+    joint: bool  # all nine places of the window in one product, or the three of one ky
+    warps: tuple[int, int] = (4, 4)
 
 
-@triton.jit
-def _window(x_ptr, m, row, column, inside, channel, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, IN: tl.constexpr, PLACE):
-    """x at one place of the window around each pixel, [pixels, IN]; zero outside the image."""
-    down, right = PLACE // 3 - 1, PLACE % 3 - 1
-    there = inside & (row + down >= 0) & (row + down < HEIGHT) & (column + right >= 0) & (column + right < WIDTH)
-    at = (m + down * WIDTH + right).to(tl.int64)
-    return tl.load(x_ptr + at[:, None] * IN + channel[None, :], mask=there[:, None], other=0.0)
-
-
-@triton.jit
-def _weight(w_ptr, c_in, c_out, IN: tl.constexpr, OUT: tl.constexpr, TURNED: tl.constexpr, PLACE: tl.constexpr):
-    """w at one place of the window, [IN, OUT]."""
-    if TURNED:
-        return tl.load(w_ptr + c_in[:, None] * (9 * OUT) + (8 - PLACE) * OUT + c_out[None, :])
-    return tl.load(w_ptr + c_out[None, :] * (9 * IN) + PLACE * IN + c_in[:, None])
+TILES = {
+    16: Tiles(128, 4, 128, 128, True),
+    32: Tiles(128, 2, 128, 128, True, (4, 8)),
+    64: Tiles(64, 2, 64, 32, False, (4, 8)),
+}
 
 
 @triton.jit
@@ -48,34 +47,44 @@ def convolve_kernel(
     x_ptr,
     w_ptr,
     y_ptr,
-    pixels,
+    columns,
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
     IN: tl.constexpr,
     OUT: tl.constexpr,
     TURNED: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """y from x and w, [C_out, 3, 3, C_in] in memory. TURNED: x is the output's gradient, y the input's."""
+    """y from x and w, [C_out, 3, 3, C_in] in memory. TURNED: x is the output's gradient, y the input's.
+
+    A program has ROWS rows of BLOCK columns of y; ``columns`` counts them over all images. y is [BLOCK, ROWS·OUT].
+    """
     wait_for_previous(OVERLAP)
-    m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = m < pixels
-    column, row = m % WIDTH, m // WIDTH % HEIGHT
-    c_in, c_out = tl.arange(0, IN), tl.arange(0, OUT)
-    y = tl.zeros((BLOCK, OUT), tl.float32)
-    for top in tl.static_range(0, 9, 3):  # three places at a time: their loads are on their way together
-        x0 = _window(x_ptr, m, row, column, inside, c_in, HEIGHT, WIDTH, IN, top)
-        x1 = _window(x_ptr, m, row, column, inside, c_in, HEIGHT, WIDTH, IN, top + 1)
-        x2 = _window(x_ptr, m, row, column, inside, c_in, HEIGHT, WIDTH, IN, top + 2)
-        w0 = _weight(w_ptr, c_in, c_out, IN, OUT, TURNED, top)
-        w1 = _weight(w_ptr, c_in, c_out, IN, OUT, TURNED, top + 1)
-        w2 = _weight(w_ptr, c_in, c_out, IN, OUT, TURNED, top + 2)
-        y = tl.dot(x0, w0, y)
-        y = tl.dot(x1, w1, y)
-        y = tl.dot(x2, w2, y)
-    at = m.to(tl.int64)[:, None] * OUT + c_out[None, :]
-    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside[:, None])
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    image, column, top = at // WIDTH, at % WIDTH, tl.program_id(1) * ROWS
+    first = (image.to(tl.int64) * HEIGHT + top) * WIDTH + column  # the pixel in the uppermost row
+    c_in = tl.arange(0, IN)
+    row, c_out = tl.arange(0, ROWS * OUT) // OUT, tl.arange(0, ROWS * OUT) % OUT
+    y = tl.zeros((BLOCK, ROWS * OUT), tl.float32)
+    for down in tl.static_range(ROWS + 2):  # the rows of x, from the one above
+        there = (at < columns) & (top + down >= 1) & (top + down <= HEIGHT)
+        ky = down - row
+        for kx in tl.static_range(3):
+            inside = there & (column + kx >= 1) & (column + kx <= WIDTH)
+            pixel = first + ((down - 1) * WIDTH + kx - 1)
+            x = tl.load(x_ptr + pixel[:, None] * IN + c_in[None, :], mask=inside[:, None], other=0.0)
+            place = ky * 3 + kx
+            if TURNED:
+                place_of_w = c_in[:, None] * (9 * OUT) + ((8 - place) * OUT + c_out)[None, :]
+            else:
+                place_of_w = (c_out * (9 * IN) + place * IN)[None, :] + c_in[:, None]
+            w = tl.load(w_ptr + place_of_w, mask=((ky >= 0) & (ky < 3))[None, :], other=0.0)
+            y = tl.dot(x, w, y)
+    pixel = first[:, None] + row[None, :] * WIDTH
+    inside = (at < columns)[:, None] & (top + row < HEIGHT)[None, :]
+    tl.store(y_ptr + pixel * OUT + c_out[None, :], y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -90,50 +99,53 @@ def weight_parts_kernel(
     OUT: tl.constexpr,
     PARTS: tl.constexpr,
     TILES: tl.constexpr,
+    JOINT: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """parts[part, place, c_out, c_in] for one part of the pixels and one row of the window, three places."""
+    """parts[part] of dw, [C_out, 3, 3, C_in] in memory, from one part of the pixels: all of it, or one ky's."""
     wait_for_previous(OVERLAP)
-    part, top = tl.program_id(0), 3 * tl.program_id(1)
-    c_in, c_out = tl.arange(0, IN), tl.arange(0, OUT)
-    left = tl.zeros((OUT, IN), tl.float32)
-    middle = tl.zeros((OUT, IN), tl.float32)
-    right = tl.zeros((OUT, IN), tl.float32)
+    part = tl.program_id(0)
+    k = tl.arange(0, 4 * IN)  # three neighbours, of which the fourth makes a power of two
+    kx = k // IN
+    if JOINT:
+        n = tl.arange(0, 4 * OUT)
+        ky, c_out = n // OUT, n % OUT
+    else:
+        n = tl.arange(0, OUT)
+        ky, c_out = n * 0 + tl.program_id(1), n
+    dw = tl.zeros((k.shape[0], n.shape[0]), tl.float32)
     for tile in range(TILES):
-        m = (part + tile * PARTS) * BLOCK + tl.arange(0, BLOCK)
-        inside = m < pixels
-        column, row = m % WIDTH, m // WIDTH % HEIGHT
-        g = tl.load(g_ptr + m.to(tl.int64)[:, None] * OUT + c_out[None, :], mask=inside[:, None], other=0.0)
-        turned = tl.trans(g)
-        left = tl.dot(turned, _window(x_ptr, m, row, column, inside, c_in, HEIGHT, WIDTH, IN, top), left)
-        middle = tl.dot(turned, _window(x_ptr, m, row, column, inside, c_in, HEIGHT, WIDTH, IN, top + 1), middle)
-        right = tl.dot(turned, _window(x_ptr, m, row, column, inside, c_in, HEIGHT, WIDTH, IN, top + 2), right)
-    at = parts_ptr + ((part * 9 + top) * OUT + c_out[:, None]) * IN + c_in[None, :]
-    tl.store(at, left)
-    tl.store(at + OUT * IN, middle)
-    tl.store(at + 2 * OUT * IN, right)
+        p = (part + tile * PARTS) * BLOCK + tl.arange(0, BLOCK)
+        column, row = p % WIDTH, p // WIDTH % HEIGHT
+        neighbour, other = column[:, None] + kx[None, :], row[:, None] - ky[None, :]
+        inside = (p < pixels)[:, None] & (kx < 3)[None, :] & (neighbour >= 1) & (neighbour <= WIDTH)
+        x = tl.load(x_ptr + (p.to(tl.int64)[:, None] * IN + (k - IN)[None, :]), mask=inside, other=0.0)
+        inside = (p < pixels)[:, None] & (ky < 3)[None, :] & (other >= -1) & (other < HEIGHT - 1)
+        pixel = p.to(tl.int64)[:, None] + (1 - ky)[None, :] * WIDTH
+        g = tl.load(g_ptr + pixel * OUT + c_out[None, :], mask=inside, other=0.0)
+        dw = tl.dot(tl.trans(x), g, dw)
+    at = (c_out * 9 + ky * 3)[None, :] * IN + k[:, None]
+    tl.store(parts_ptr + part * (9 * IN * OUT) + at, dw, mask=(kx < 3)[:, None] & (ky < 3)[None, :])
 
 
 @triton.jit
 def add_parts_kernel(
     parts_ptr,
     dw_ptr,
-    IN: tl.constexpr,
-    OUT: tl.constexpr,
+    SIZE: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """dw, [C_out, 3, 3, C_in] in memory, from its parts."""
+    """dw from its parts."""
     wait_for_previous(OVERLAP)
     element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     part = tl.arange(0, BLOCK_P)
-    at = part[:, None] * (9 * OUT * IN) + element[None, :]
+    at = part[:, None] * SIZE + element[None, :]
     total = tl.sum(tl.load(parts_ptr + at, mask=(part < PARTS)[:, None], other=0.0), axis=0)
-    c_in, c_out, place = element % IN, element // IN % OUT, element // (IN * OUT)
-    tl.store(dw_ptr + (c_out * 9 + place) * IN + c_in, total.to(dw_ptr.dtype.element_ty))
+    tl.store(dw_ptr + element, total.to(dw_ptr.dtype.element_ty))
 
 
 class Plan(NamedTuple):
@@ -149,36 +161,35 @@ class Plan(NamedTuple):
 @functools.cache
 def plan_of(batch: int, height: int, width: int, c_in: int, c_out: int, dtype: torch.dtype) -> Plan:
     """For x of (batch, c_in, height, width) and a weight of (c_out, c_in, 3, 3)."""
-    pixels = batch * height * width
-    tiles = -(-pixels // _PIXELS)
-    parts = min(_PARTS, tiles)
+    cut = TILES[max(c_in, c_out)]
     size = {"HEIGHT": height, "WIDTH": width}
-    launch = functools.partial(Launch, overlaps=True, num_warps=_WARPS)
-    block = 32
+    launch = functools.partial(Launch, overlaps=True)
+
+    def convolve(inputs: int, outputs: int, turned: bool) -> Launch:
+        grid = (-(-batch * width // cut.columns), -(-height // cut.rows))
+        shape = {**size, "IN": inputs, "OUT": outputs, "TURNED": turned, "ROWS": cut.rows, "BLOCK": cut.columns}
+        return launch(convolve_kernel, grid, (batch * width,), shape, num_warps=cut.warps[0])
+
+    pixels = batch * height * width
+    tiles = -(-pixels // cut.pixels)
+    parts = min(cut.parts, tiles)
+    work = {"PARTS": parts, "TILES": -(-tiles // parts), "JOINT": cut.joint, "BLOCK": cut.pixels}
+    total, block = 9 * c_in * c_out, 32
     return Plan(
-        launch(
-            convolve_kernel,
-            (tiles, 1),
-            (pixels,),
-            {**size, "IN": c_in, "OUT": c_out, "TURNED": False, "BLOCK": _PIXELS},
-        ),
-        launch(
-            convolve_kernel,
-            (tiles, 1),
-            (pixels,),
-            {**size, "IN": c_out, "OUT": c_in, "TURNED": True, "BLOCK": _PIXELS},
-        ),
+        convolve(c_in, c_out, turned=False),
+        convolve(c_out, c_in, turned=True),
         launch(
             weight_parts_kernel,
-            (parts, 3),
+            (parts, 1 if cut.joint else 3),
             (pixels,),
-            {**size, "IN": c_in, "OUT": c_out, "PARTS": parts, "TILES": -(-tiles // parts), "BLOCK": _PIXELS},
+            {**size, "IN": c_in, "OUT": c_out, **work},
+            num_warps=cut.warps[1],
         ),
         launch(
             add_parts_kernel,
-            (9 * c_in * c_out // block, 1),
+            (total // block, 1),
             (),
-            {"IN": c_in, "OUT": c_out, "PARTS": parts, "BLOCK_P": triton.next_power_of_2(parts), "BLOCK": block},
+            {"SIZE": total, "PARTS": parts, "BLOCK_P": triton.next_power_of_2(parts), "BLOCK": block},
         ),
         parts,
     )
@@ -209,7 +220,7 @@ def input_gradient(g: Tensor, x: Tensor, weight: Tensor) -> Tensor:
 def weight_gradient(g: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     """What the gradient g of the output makes of the weight."""
     plan = _plan(x, weight)
-    parts = torch.empty(plan.parts * 9 * weight.shape[0] * weight.shape[1], dtype=torch.float32, device=x.device)
+    parts = torch.empty(plan.parts * weight.numel(), dtype=torch.float32, device=x.device)
     dw = torch.empty_like(weight)
     plan.weight_parts((x, g, parts))
     plan.add_parts((parts, dw))
