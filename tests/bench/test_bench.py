@@ -266,6 +266,9 @@ def test_what_is_timed_is_compared_with_the_plain_network(capsys: pytest.Capture
     step.model = Compiled(-3.0)
     with pytest.raises(harness.Wrong, match="the timed network's"):
         resnet50.check_same(step, model, model)
+    step.model = lambda x: model(x).half()  # as a cache of compiled graphs that forgets autocast's dtype would
+    with pytest.raises(harness.Wrong, match="where autocast asks for"):
+        step()
 
 
 def test_the_command_refuses_what_it_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:

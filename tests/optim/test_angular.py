@@ -369,6 +369,7 @@ def test_cuda_graph_replays_the_same_steps(kind):
 
     optimizers = [make(net) for net in nets]
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         give(nets[0], 0)
         optimizers[0].step()

@@ -421,6 +421,7 @@ def test_cuda_graph_replays_the_same_steps(make):
         for p, g in zip(net.parameters(), gradients[t]):
             p.grad.copy_(g)
 
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         give(nets[0], 0)
         optimizers[0].step()

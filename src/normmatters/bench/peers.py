@@ -21,6 +21,8 @@ def compiled(function: Callable[..., Any], *, backward_again: bool = True) -> Ca
     import torch._functorch.config as functorch
 
     functorch.donated_buffer = not backward_again  # a backward pass may by default overwrite what it was given
+    # In torch 2.11 this cache does not tell autocast's dtypes apart, and gives a bf16 step the kernels of fp16's.
+    functorch.enable_autograd_cache = False
     wrapped: Callable[..., Any] = torch.compile(function, dynamic=False, backend=BACKEND)
     return wrapped
 

@@ -214,7 +214,10 @@ class Step:
         # Not `model or self.model`: the truth of a compiled module is asked of its len(), which it may not have.
         chosen = self.model if model is None else model
         with torch.autocast(self.setup.device.type, self.dtype):
-            return F.cross_entropy(chosen(self.x), self.y)
+            logits = chosen(self.x)
+            if logits.dtype != self.dtype:
+                raise Wrong(f"the network computes in {logits.dtype} where autocast asks for {self.dtype}")
+            return F.cross_entropy(logits, self.y)
 
     def __call__(self) -> Tensor:
         loss = self.forward()
