@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-_CAST = (nn.Conv2d, nn.Linear)  # whose weights and biases autocast casts
+from normmatters.lab.models.conv import SmallConv2d
+
+_CAST = (nn.Conv2d, SmallConv2d, nn.Linear)  # whose weights and biases autocast casts
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Convolutions and their initialisation: He's normal one by fan-out, as in the authors' code."""
+"""The initialisation: He's normal one by fan-out, as in the authors' code."""
 
 from __future__ import annotations
 
@@ -8,11 +8,6 @@ from torch import nn
 
 from normmatters.lab.norms import NormFactory
 from normmatters.nn.activations import TReLU
-
-
-def conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Conv2d:
-    """A convolution with no bias, for the norm behind it brings one."""
-    return nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=False)
 
 
 def init_weights(model: nn.Module, norm: NormFactory) -> None:
