@@ -1,0 +1,70 @@
+"""Triton's interpreter without its needless work, which takes half of the time of the kernels' tests.
+
+Nothing that a kernel computes, or is refused for, changes. What is left out:
+
+- the language is patched once a launch, not again for every function that a kernel calls: it is patched there already;
+- of every sum and product of int32, the same in int64 and its comparison: a check that debug mode makes, which is off;
+- a new dictionary of all types for every look at one.
+
+It rests on names of Triton's own. Where a version has others, its interpreter is left as it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+
+@functools.cache
+def quicken() -> None:
+    """Leave the needless work out in this process."""
+    try:
+        from triton.runtime import interpreter
+
+        builder = interpreter.interpreter_builder
+        options = dataclasses.replace(builder.options, sanitize_overflow=builder.options.debug)
+        type_of = _by_name(interpreter._get_np_dtype)
+        patch = _once_a_launch(interpreter._patch_lang, interpreter.tl)
+    except (ImportError, AttributeError, TypeError):
+        return
+    builder.options, interpreter._get_np_dtype, interpreter._patch_lang = options, type_of, patch
+
+
+def _by_name(type_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """``type_of``, looked up once for each type of numbers. A block's is that of its elements."""
+    known: dict[str, Any] = {}
+
+    def look_up(dtype: Any) -> Any:
+        name = dtype.scalar.name
+        if name not in known:
+            known[name] = type_of(dtype)
+        return known[name]
+
+    return look_up
+
+
+def _once_a_launch(patch: Callable[[Any], Any], tl: ModuleType) -> Callable[[Any], Any]:
+    """``patch``, but of a function that a kernel calls only if it sees a module that is not patched yet.
+
+    Triton restores the language after a launch, and never after a call inside.
+    """
+    patched: set[int] = set()
+
+    @functools.cache
+    def seen_from(fn: Any) -> frozenset[int]:
+        return frozenset(map(id, fn.__globals__.values())) & {id(tl), id(tl.core)}
+
+    def patch_once(fn: Any) -> Any:
+        if patched and seen_from(fn) <= patched:
+            return None
+        launched, scope = not patched, patch(fn)
+        patched.update(seen_from(fn))
+        if launched:
+            restore = scope.restore
+            scope.restore = lambda: (restore(), patched.clear())
+        return scope
+
+    return patch_once
