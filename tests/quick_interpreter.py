@@ -4,7 +4,7 @@ Nothing that a kernel computes, or is refused for, changes, but for the order of
 
 - the language is patched once a launch, not again for every function that a kernel calls: it is patched there already;
 - of every sum and product of int32, the same in int64 and its comparison: a check that debug mode makes, which is off;
-- a new dictionary of all types for every look at one;
+- a new dictionary of all types for every look at one, and a new type for every shape;
 - a call for every number of what `tl.reduce` reduces by a function: halves are added to halves, as a GPU does.
 
 It rests on names of Triton's own. Where a version has others, its interpreter is left as it is.
@@ -31,11 +31,12 @@ def quicken() -> None:
         options = dataclasses.replace(builder.options, sanitize_overflow=builder.options.debug)
         type_of = _by_name(interpreter._get_np_dtype)
         patch = _once_a_launch(interpreter._patch_lang, interpreter.tl)
+        shapes = _by_lengths(interpreter.tl.core._type_for_tuple_values, interpreter.tl.constexpr)
         reduce = _by_halves(interpreter.ReduceOps.generic_reduce)
     except (ImportError, AttributeError, TypeError):
         return
     builder.options, interpreter._get_np_dtype, interpreter._patch_lang = options, type_of, patch
-    interpreter.ReduceOps.generic_reduce = reduce
+    interpreter.tl.core._type_for_tuple_values, interpreter.ReduceOps.generic_reduce = shapes, reduce
 
 
 def _by_name(type_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -47,6 +48,25 @@ def _by_name(type_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
         if name not in known:
             known[name] = type_of(dtype)
         return known[name]
+
+    return look_up
+
+
+def _by_lengths(type_of: Callable[..., Any], constexpr: type) -> Callable[..., Any]:
+    """``type_of`` a tuple, found once for each tuple of integers. Most are shapes, of which there are few."""
+    known: dict[tuple[int, ...], Any] = {}
+
+    def look_up(values: Any, fields: Any = None) -> Any:
+        lengths = []
+        for value in values:
+            length = value.value if type(value) is constexpr else value
+            if fields is not None or type(length) is not int:
+                return type_of(values, fields)
+            lengths.append(length)
+        key = tuple(lengths)
+        if key not in known:
+            known[key] = type_of(values)
+        return known[key]
 
     return look_up
 
