@@ -11,8 +11,8 @@ import torch
 from hypothesis import settings
 
 # Without a GPU the kernels' tests run through Triton's interpreter. Triton reads this variable when it is imported,
-# which torch.compile does as well: so it is set here, before any test module is. Only tests/kernels sends CPU tensors
-# there.
+# which torch.compile does as well: so it is set here, before any test module is. Only what tests kernels sends CPU
+# tensors there.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import random
 import sys
@@ -19,14 +20,20 @@ sys.modules["mutate"] = mutate
 spec.loader.exec_module(mutate)
 
 
+@functools.cache
+def mutants(group: str) -> list[mutate.Mutant]:
+    return list(mutate.mutants(group))
+
+
 @pytest.mark.parametrize("group", mutate.GROUPS)
 def test_a_mutant_is_one_change(group: str) -> None:
-    found = list(mutate.mutants(group))
+    found = mutants(group)
     assert len(found) > 100
     for mutant in random.Random(0).sample(found, 8):
         original = ast.unparse(ast.parse((mutate.PACKAGE / mutant.file).read_text(encoding="utf-8"))).splitlines()
-        changed = mutant.source().splitlines()
-        compile(mutant.source(), mutant.file, "exec")
+        source = mutant.source()
+        changed = source.splitlines()
+        compile(source, mutant.file, "exec")
         assert mutant.before != mutant.after
         differing = [pair for pair in zip(original, changed) if pair[0] != pair[1]]
         assert differing
@@ -63,6 +70,6 @@ def test_words_and_types_are_no_code() -> None:
 
 def test_every_file_has_its_tests() -> None:
     for group in mutate.GROUPS:
-        for mutant in {m.file: m for m in mutate.mutants(group)}.values():
+        for mutant in {m.file: m for m in mutants(group)}.values():
             for tests in mutate.stages(mutant):
                 assert all((ROOT / "tests" / test).exists() for test in tests), (mutant.file, tests)

@@ -9,6 +9,10 @@ import pytest
 import torch
 
 from normmatters.kernels import dispatch
+from quick_interpreter import quicken
+
+if not torch.cuda.is_available():
+    quicken()
 
 
 @pytest.fixture(autouse=True)

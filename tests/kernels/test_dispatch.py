@@ -84,16 +84,24 @@ def test_layer_norm_reasons(shape, p, k, reason):
     assert reason in backend.reason
 
 
-@pytest.mark.parametrize(("setting", "name"), [("0", "hand-derived"), ("interpret", "triton")])
-def test_environment(setting, name):
+def test_environment():
     """NORMMATTERS_KERNELS is read once; only "interpret" sends a CPU tensor to the kernels."""
-    code = "import torch; from normmatters.kernels import dispatch as d; print(*d.batch_norm_backend(torch.ones(2, 3)))"
-    environment = os.environ | {"NORMMATTERS_KERNELS": setting, "TRITON_INTERPRET": "1"}
+    code = """
+import importlib, os, torch
+from normmatters.kernels import dispatch as d
+for setting in "0", "interpret":
+    os.environ["NORMMATTERS_KERNELS"] = setting  # too late
+    print(*d.batch_norm_backend(torch.ones(2, 3)))
+    importlib.reload(d)
+    print(*d.batch_norm_backend(torch.ones(2, 3)))
+"""
+    environment = os.environ | {"NORMMATTERS_KERNELS": "interpret", "TRITON_INTERPRET": "1"}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=True
     )
-    assert done.stdout.split()[0] == name
-    assert ("NORMMATTERS_KERNELS=0" in done.stdout) == (setting == "0")
+    answers = done.stdout.splitlines()
+    assert [answer.split()[0] for answer in answers] == ["triton", "hand-derived", "hand-derived", "triton"]
+    assert ["NORMMATTERS_KERNELS=0" in answer for answer in answers] == [False, True, True, False]
 
 
 def test_triton_that_is_missing_is_said(monkeypatch):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from normmatters import cli
 from normmatters.lab.experiments import load_cell
 from normmatters.lab.memory import check_memory, need_bytes
 from normmatters.lab.report import write_report
@@ -82,7 +83,9 @@ def test_a_failed_run_stops_only_what_needs_it(tmp_path: Path) -> None:
     assert "checkpoints" in reference.reason
 
 
-def test_end_to_end_on_digits(tmp_path: Path) -> None:
+def test_end_to_end_on_digits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     done = subprocess.run(command(tmp_path, "fig1"), capture_output=True, text=True, timeout=200, env=ENV)
     assert done.returncode == 0, done.stdout + done.stderr
     root = tmp_path / "quick"
@@ -96,11 +99,17 @@ def test_end_to_end_on_digits(tmp_path: Path) -> None:
     assert "claims hold" in done.stdout
     assert str(root / "report" / "report.html") in done.stdout
 
-    # The same command again runs nothing, and draws the same page.
+    # The same command again, now in this process, runs nothing, and draws the same page.
     before = {p: p.stat().st_mtime_ns for p in root.glob("fig1/*/seed0/*.json*")}
-    again = subprocess.run(command(tmp_path, "fig1"), capture_output=True, text=True, timeout=100, env=ENV)
-    assert again.returncode == 0, again.stderr
-    assert "6 of them finished" in again.stdout
+    page_before = (root / "report" / "report.html").stat().st_mtime_ns
+    monkeypatch.setattr(sys, "argv", command(tmp_path, "fig1")[2:])
+    for key in ("NO_COLOR", "TERM", "COLUMNS"):
+        monkeypatch.setenv(key, ENV[key])
+    capsys.readouterr()
+    with contextlib.suppress(SystemExit):
+        cli.main()
+    assert "6 of them finished" in capsys.readouterr().out
+    assert (root / "report" / "report.html").stat().st_mtime_ns > page_before
     assert {p: p.stat().st_mtime_ns for p in root.glob("fig1/*/seed0/*.json*")} == before
 
     # Other settings in the same place are refused, and nothing is touched.
@@ -112,12 +121,23 @@ def test_end_to_end_on_digits(tmp_path: Path) -> None:
     assert len(report.collection.runs) == 6
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_a_killed_command_goes_on_and_ends_with_the_same_numbers(tmp_path: Path, how: signal.Signals) -> None:
-    sets = [*MICRO[1:], "optim.epochs=12"]
-    jobs = [job for job in plan(["fig1"], "quick", tmp_path / "whole", overrides=sets) if job.id == "fig1/wd_on"]
+LONGER = [*MICRO[1:], "optim.epochs=12"]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
+    """The numbers of a run that nothing stops."""
+    folder = tmp_path_factory.mktemp("whole")
+    jobs = [job for job in plan(["fig1"], "quick", folder, overrides=LONGER) if job.id == "fig1/wd_on"]
     assert Runner(jobs).run() == []
-    words = command(tmp_path / "stopped", "fig1", "--jobs", "1", sets=sets)
+    return metrics(folder / "fig1" / "wd_on" / "seed0")
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_a_killed_command_goes_on_and_ends_with_the_same_numbers(
+    tmp_path: Path, how: signal.Signals, whole: list[dict[str, float]]
+) -> None:
+    words = command(tmp_path / "stopped", "fig1", "--jobs", "1", sets=LONGER)
     process = subprocess.Popen(words, env=ENV, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     log = tmp_path / "stopped" / "quick" / "fig1" / "wd_on" / "seed0" / "metrics.jsonl"
     limit = time.monotonic() + 60
@@ -131,12 +151,11 @@ def test_a_killed_command_goes_on_and_ends_with_the_same_numbers(tmp_path: Path,
         assert process.returncode == 130
         assert "The same command goes on" in said
     assert not (log.parent / "summary.json").exists()
-    jobs = [
-        job for job in plan(["fig1"], "quick", tmp_path / "stopped" / "quick", overrides=sets) if job.id == "fig1/wd_on"
-    ]
+    planned = plan(["fig1"], "quick", tmp_path / "stopped" / "quick", overrides=LONGER)
+    jobs = [job for job in planned if job.id == "fig1/wd_on"]
     assert jobs[0].state == "waiting"
     assert Runner(jobs).run() == []
-    assert metrics(log.parent) == metrics(tmp_path / "whole" / "fig1" / "wd_on" / "seed0")
+    assert metrics(log.parent) == whole
 
 
 def test_an_interrupt_that_a_callback_swallows_still_ends_the_runs(tmp_path: Path) -> None:

@@ -2,10 +2,6 @@ from __future__ import annotations
 
 import copy
 import io
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +13,7 @@ from normmatters.optim._rows import angular_update, channel_norms
 from normmatters.optim.angular import Angular, AngularSGD
 from normmatters.optim.equilibrium import adamw_equilibrium_angle, equilibrium_angle
 from normmatters.optim.multi_tensor import ChannelTurner, Momentum, rotate_channel_
+from quick_interpreter import quicken
 
 FLOAT64 = 1e-12  # a few hundred roundings of float64
 
@@ -306,7 +303,7 @@ def test_ordinary_groups_take_the_fused_kernel(options, fused, monkeypatch):
     torch.testing.assert_close(ours, plain, rtol=1e-14, atol=1e-14)
 
 
-def check_kernel(device: str) -> None:
+def check_kernel(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = [torch.randn(4, 3, 3, 3), torch.randn(2, 700), torch.randn(5, 7)]
     weights[0] = weights[0].to(memory_format=torch.channels_last)
     weights = [w.to(device) for w in weights]
@@ -314,7 +311,7 @@ def check_kernel(device: str) -> None:
     grads[0][1] = 0
     directions[2][3] = weights[2][3] * 2
     norms = [channel_norms(w) * 2 for w in weights]
-    multi_tensor._LAUNCH_ON = (device,)
+    monkeypatch.setattr(multi_tensor, "_LAUNCH_ON", (device,))
     turn = ChannelTurner()
     for momentum in (None, Momentum(0.9), Momentum(0.8, -1.0, True)):
         expected, buffers = ([x.double() for x in xs] for xs in (weights, directions))
@@ -330,24 +327,16 @@ def check_kernel(device: str) -> None:
                 torch.testing.assert_close(ours.double(), exact, rtol=0, atol=2e-5)
 
 
-def test_kernel_is_the_equation_in_the_interpreter():
-    """In a process of its own: Triton reads the variable when it is imported."""
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the GPU")
+def test_kernel_is_the_equation_in_the_interpreter(monkeypatch):
     pytest.importorskip("triton")
-    here = Path(__file__).parent
-    path = os.pathsep.join(filter(None, [str(here), os.environ.get("PYTHONPATH")]))
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path}
-    command = [
-        sys.executable,
-        "-c",
-        "import torch, test_angular; torch.manual_seed(0); test_angular.check_kernel('cpu')",
-    ]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
+    quicken()
+    check_kernel("cpu", monkeypatch)
 
 
 @pytest.mark.gpu
-def test_kernel_is_the_equation_on_a_gpu():
-    check_kernel("cuda")
+def test_kernel_is_the_equation_on_a_gpu(monkeypatch):
+    check_kernel("cuda", monkeypatch)
 
 
 @pytest.mark.gpu

@@ -32,8 +32,10 @@ def warmup_and_drop(t: int) -> float:
     return 0.1 * min(1.0, t / 20) if t < 300 else 0.01  # the first step has lr 0
 
 
-@pytest.mark.parametrize("weight_decay", [5e-4, 5e-3])
-@pytest.mark.parametrize(("momentum", "nesterov"), [(0.0, False), (0.9, False), (0.9, True)])
+@pytest.mark.parametrize(
+    ("momentum", "nesterov", "weight_decay"),
+    [(0.0, False, 5e-3), (0.9, False, 5e-4), (0.9, False, 5e-3), (0.9, True, 5e-3)],
+)
 def test_directions_are_those_of_sgd_with_weight_decay(momentum, nesterov, weight_decay):
     kwargs = {"lr": 0.1, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov}
     decayed, free = digit_net(), digit_net()
@@ -50,8 +52,7 @@ def test_directions_are_those_of_sgd_with_weight_decay(momentum, nesterov, weigh
     assert (free[0].weight.norm() / decayed[0].weight.norm()).item() == pytest.approx(alpha, rel=1e-9)
 
 
-@pytest.mark.parametrize("nesterov", [False, True])
-@pytest.mark.parametrize("capturable", [False, True])
+@pytest.mark.parametrize(("nesterov", "capturable"), [(False, True), (True, False)])
 def test_long_runs_rescale_by_exact_powers_of_two(nesterov, capturable):
     # ηλ = .002, close to the bound: α grows 2.2 % a step and would pass 1e3.
     kwargs = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.02, "nesterov": nesterov}
@@ -288,8 +289,7 @@ def test_closure_scheduler_grad_scaler_and_named_parameters():
     assert optimizer.state[free[0].weight]["alpha"] == alpha
 
 
-@pytest.mark.parametrize("amsgrad", [False, True])
-@pytest.mark.parametrize("weight_decay", [0.05, 0.5])
+@pytest.mark.parametrize(("weight_decay", "amsgrad"), [(0.05, False), (0.5, True)])
 def test_directions_are_those_of_adamw(weight_decay, amsgrad):
     kwargs = {"lr": 0.01, "weight_decay": weight_decay, "amsgrad": amsgrad, "eps": 1e-4}  # an eps that would show
     decayed, free = digit_net(), digit_net()
