@@ -272,6 +272,7 @@ CLAIMS: tuple[Claim, ...] = (
     Claim("E5", "C × 1 beats C × ¼", "better", "supp1/resnet18_c_1", "supp1/resnet18_c_quarter"),
     Claim("E5", "C × 1 beats C × 4", "better", "supp1/resnet18_c_1", "supp1/resnet18_c_4"),
     Claim("E6", "LSTM: bounded weight norm near layer norm", "equal", "supp2/bwn", "supp2/ln", 0.8, "bleu"),
+    Claim("E6", "LSTM: bounded weight norm beats no norm", "better", "supp2/bwn", "supp2/none", metric="bleu"),
     Claim(
         "E7",
         "ResNet-56: bounded weight norm near batch norm",
