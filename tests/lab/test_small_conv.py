@@ -85,6 +85,8 @@ def test_only_what_fits() -> None:
     layer = conv(16, 16, 3).to(DEVICE)
     for x in (made(2, 16, 4, 4, dtype=torch.float32), made(2, 16, 4, 4).contiguous().float()):
         assert "Conv3x3" not in type(layer(x).grad_fn).__name__
+    large = torch.empty(129, 16, 32, 32, device=DEVICE, dtype=torch.float16, memory_format=torch.channels_last)
+    assert "Conv3x3" not in type(conv(16, 16, 3).half().to(DEVICE)(large).grad_fn).__name__
     with torch.autocast(DEVICE, torch.bfloat16):  # the input is in another half
         assert "Conv3x3" not in type(layer(made(2, 16, 4, 4).requires_grad_()).grad_fn).__name__
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from normmatters.kernels import dispatch
 
 _CHANNELS = (16, 32, 64)
+_LARGEST = 1 << 21  # elements of an input: a CIFAR network's first stage at 128 images. A library's kernels like more.
 
 
 def conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Conv2d:
@@ -22,7 +23,8 @@ def conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Conv2d:
 class SmallConv2d(nn.Conv2d):
     """A 3 × 3 convolution of 16 to 64 channels: by kernels of ours in half precision, channels last, on a GPU.
 
-    ResNet-56's take a third of the time by them (see ``conv_kernels``); everything else is ``nn.Conv2d``.
+    For inputs of up to 4 MiB, where cuDNN's take more than twice as long on an H200 (all of ResNet-56's, forward and
+    backward, 128 images: see ``conv_kernels``); everything else is ``nn.Conv2d``.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -36,7 +38,8 @@ class SmallConv2d(nn.Conv2d):
 def _why_not(x: Tensor) -> bool:
     # Where batch norm's kernels do not run, these do not either.
     return (
-        bool(dispatch._why_not_triton(x))
+        x.numel() > _LARGEST
+        or bool(dispatch._why_not_triton(x))
         or torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
         or not x.is_contiguous(memory_format=torch.channels_last)
