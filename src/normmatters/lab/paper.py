@@ -83,6 +83,7 @@ _FIG1 = ("wd_on", "wd_off", "corrected", "norm_schedule", "wd_free", "angular")
 _NORMS = ("l2", "l1", "topk", "linf")
 _HALF = ("l2_fp32", "l1_fp32", "l1_fp16", "l2_fp16_acc32", "l2_fp16")
 _LEAN = ("native", "l2", "l1", "l1_lean")
+_TRANSFORMER = ("ln", "bwn", "bwn_rho2", "none", "ln_dropout", "bwn_dropout")
 
 EXPERIMENTS: tuple[Experiment, ...] = (
     Experiment(
@@ -168,13 +169,14 @@ EXPERIMENTS: tuple[Experiment, ...] = (
             Panel("ResNet-56, validation error", ("resnet56_bn", "resnet56_wn", "resnet56_bwn")),
             Panel(
                 "Transformer, validation perplexity",
-                ("transformer_ln", "transformer_bwn", "transformer_bwn_rho2", "transformer_none"),
+                tuple(f"transformer_{n}" for n in _TRANSFORMER),
                 "ppl",
             ),
         ),
         (
             *("resnet56_bn", "resnet56_wn", "resnet56_bwn", "resnet50_bn", "resnet50_wn", "resnet50_bwn"),
-            *("transformer_ln", "transformer_bwn", "transformer_bwn_rho2", "transformer_none", "lstm_ln", "lstm_bwn"),
+            *(f"transformer_{n}" for n in _TRANSFORMER),
+            *("lstm_ln", "lstm_bwn"),
         ),
     ),
     Experiment(
@@ -329,6 +331,15 @@ CLAIMS: tuple[Claim, ...] = (
         "equal",
         "table1/transformer_bwn_rho2",
         "table1/transformer_ln",
+        0.8,
+        "bleu",
+    ),
+    Claim(
+        "ours",
+        "… and with more dropout in both",
+        "equal",
+        "table1/transformer_bwn_dropout",
+        "table1/transformer_ln_dropout",
         0.8,
         "bleu",
     ),
