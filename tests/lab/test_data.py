@@ -14,7 +14,7 @@ import torch
 from normmatters.lab.config import DataConfig
 from normmatters.lab.data import ImageData, Shard, TextData, cifar10, data_root, load_data
 from normmatters.lab.data.augment import EpochPlan, crop_box, pad, pad_crop, resize, resized_crop
-from normmatters.lab.data.images import prefetch
+from normmatters.lab.data.images import ResidentLoader, prefetch
 from normmatters.lab.data.text import BOS, EOS, PAD, TextLoader, read_pairs
 
 
@@ -203,6 +203,24 @@ def test_streamed_and_resident_batches_are_equal(tmp_path: Path, augment: str) -
     if augment == "none":
         order = EpochPlan.draw(48, 0, 1).order[:16].numpy()
         assert np.array_equal(pairs[0][0][0].numpy(), x[order])
+
+
+@pytest.mark.gpu
+def test_runs_on_a_gpu_share_one_copy_until_the_files_change(tmp_path: Path) -> None:
+    folder, device = tmp_path / "tiny-imagenet-200", torch.device("cuda")
+    config = DataConfig(name="tiny_imagenet", batch_size=16, augment="none")
+
+    def first_image() -> torch.Tensor:
+        train = images(config, tmp_path, device=device).train
+        assert isinstance(train, ResidentLoader)
+        return train.images[0]
+
+    x, _ = make_arrays(folder)
+    first = first_image()
+    assert np.array_equal(first.cpu().numpy(), x[0].transpose(1, 2, 0))
+    assert first_image().data_ptr() == first.data_ptr()
+    np.save(folder / "train_x.npy", 255 - x)
+    assert torch.equal(first_image(), 255 - first)
 
 
 def test_arrays_and_folders_that_are_wrong(tmp_path: Path) -> None:

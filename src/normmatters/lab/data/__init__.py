@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from normmatters.lab.config import TEXT, DataConfig
 from normmatters.lab.data import augment, cifar10, digits, folders, images, text
-from normmatters.lab.data.images import Augmentation, EvalLoader, ResidentLoader, Shard, StreamLoader, TrainLoader
+from normmatters.lab.data.images import (
+    Augmentation,
+    EvalLoader,
+    ResidentLoader,
+    Shard,
+    Splits,
+    StreamLoader,
+    TrainLoader,
+)
 from normmatters.lab.data.text import TextData
 
 __all__ = ["ImageData", "Shard", "TextData", "data_root", "load_data"]
@@ -73,14 +83,13 @@ def load_data(
         found = cifar10.find(folder) or (None if config.dir else cifar10.prepare(folder.parent))
         if found is None:
             raise ValueError(f"CIFAR-10: no test_batch.bin in {folder} (data.dir={config.dir!r})")
-        changed = tuple((found / name).stat().st_mtime_ns for name in cifar10.SHA256 if (found / name).exists())
-        tensors = _cifar_on_gpu(found, changed, device) if device.type == "cuda" else cifar10.load(found)
+        tensors = _shared(cifar10.load, (found,), device)
         return _resident(config, *tensors, 10, _CIFAR, seed, device, shard)
     train, val, classes = folders.open_splits(folder, config.image_size)
     if isinstance(train, folders.ArraySource) and isinstance(val, folders.ArraySource):
         resident = config.resident if config.resident is not None else train.x.nbytes <= RESIDENT_BYTES
         if resident:
-            tensors = folders.as_tensor(train), train.labels, folders.as_tensor(val), val.labels
+            tensors = _shared(folders.load_arrays, (folder, config.image_size), device)
             return _resident(config, *tensors, classes, _IMAGENET, seed, device, shard)
     kind = _kind(config, _IMAGENET[2])
     decoded = isinstance(train, folders.FolderSource)
@@ -98,11 +107,20 @@ def load_data(
     return ImageData(loader, evaluation, classes, train.channels, train.size, _IMAGENET[0], _IMAGENET[1])
 
 
+def _shared(read: Callable[..., Splits], where: tuple[Any, ...], device: torch.device) -> Splits:
+    """``read(*where)``, of a folder. Runs that share a GPU and a process share one copy there, read once."""
+    if device.type != "cuda":
+        return read(*where)
+    return _on_gpu(read, where, tuple(sorted(p.stat().st_mtime_ns for p in where[0].iterdir())), device)
+
+
 @functools.lru_cache(maxsize=1)
-def _cifar_on_gpu(folder: Path, changed: tuple[int, ...], device: torch.device) -> cifar10.Splits:
-    """Runs that share a process share one copy, read and checked once as long as the files stay as they are."""
-    train_x, train_y, test_x, test_y = cifar10.load(folder)
-    return train_x.to(device), train_y.to(device), test_x.to(device), test_y.to(device)
+def _on_gpu(
+    read: Callable[..., Splits], where: tuple[Any, ...], changed: tuple[int, ...], device: torch.device
+) -> Splits:
+    """Kept as long as the files stay as they are."""
+    train_x, train_y, val_x, val_y = read(*where)
+    return train_x.to(device), train_y.to(device), val_x.to(device), val_y.to(device)
 
 
 def _margin(size: int) -> int:

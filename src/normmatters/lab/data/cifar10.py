@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from normmatters.lab.data.images import Splits
+
 URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 FOLDER = "cifar-10-batches-bin"
 ARCHIVE = "cifar-10-binary.tar.gz"
@@ -29,9 +31,6 @@ SHA256 = {
 }
 _RECORD = 1 + 3 * 32 * 32
 _BYTES = 10000 * _RECORD
-
-
-Splits = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def load(folder: Path) -> Splits:

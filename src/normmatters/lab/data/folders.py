@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from normmatters.lab.data import augment
+from normmatters.lab.data.images import Splits
 
 _SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp"}
 
@@ -117,7 +118,12 @@ def _files(folder: Path, number: dict[str, int]) -> tuple[list[Path], list[int]]
     return [p for p, _ in pairs], [label for _, label in pairs]
 
 
-def as_tensor(source: ArraySource) -> Tensor:
-    """The whole set as uint8 (N, size, size, C)."""
+def load_arrays(folder: Path, size: int | None) -> Splits:
+    """The arrays of a folder whole, resized to ``size`` (None: as they are)."""
+    train, val = (_arrays(folder, split, size) for split in ("train", "val"))
+    return _whole(train), train.labels, _whole(val), val.labels
+
+
+def _whole(source: ArraySource) -> Tensor:
     chunks = [source.read(np.arange(i, min(i + 5000, len(source.x))), None) for i in range(0, len(source.x), 5000)]
     return torch.from_numpy(np.concatenate(chunks))

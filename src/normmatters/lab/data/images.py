@@ -16,6 +16,8 @@ from torch import Tensor
 from normmatters.lab.data import augment
 from normmatters.lab.data.augment import EpochPlan
 
+# Images uint8 (N, H, W, C) and labels int64 (N,) to train with, and the same to validate with.
+Splits = tuple[Tensor, Tensor, Tensor, Tensor]
 CHUNK_BYTES = 1 << 25  # images augmented by one gather: few launches, little memory
 
 
