@@ -129,6 +129,7 @@ def _launch_of(
             "BLOCK_N": block_n,
         },
         overlaps=True,
+        contracts=False,
     )
 
 
@@ -136,28 +137,29 @@ def _tensors(x: Tensor, y: Tensor | float) -> list[Tensor]:
     return [x, y] if isinstance(y, Tensor) else [x]
 
 
-def _dense(tensors: list[Tensor], shape: torch.Size) -> bool:
-    return all(t.shape == shape and t.is_contiguous() for t in tensors)
+def _flat(tensors: list[Tensor]) -> bool:
+    """Whether all are the same vector, by their places in memory."""
+    return all(t.is_contiguous() and t.shape == tensors[0].shape for t in tensors)
 
 
 def takes(x: Tensor, y: Tensor | float = 0.0) -> bool:
     """Whether :func:`operate` computes with x and y: matrices that broadcast, or of one shape and dense."""
     tensors = _tensors(x, y)
-    if any(t.dtype != torch.float32 or t.device != x.device for t in tensors):
+    if any(t.dtype != torch.float32 or t.device != x.device or t.numel() == 0 for t in tensors):
         return False
-    shape = torch.broadcast_shapes(*(t.shape for t in tensors))
-    return shape.numel() > 0 and (len(shape) == 2 or _dense(tensors, shape))
+    return all(t.dim() == 2 for t in tensors) or _flat(tensors)
 
 
 def operate(operation: str, x: Tensor, y: Tensor | float, dtype: torch.dtype) -> Tensor:
     """x and y added, subtracted, multiplied or divided, and rounded to ``dtype``; with "none", x rounded."""
     tensors = _tensors(x, y)
-    shape = torch.broadcast_shapes(*(t.shape for t in tensors))
-    z = torch.empty(shape, dtype=torch.float32, device=x.device)
-    if _dense(tensors, shape):
-        launch = _launch_of(operation, (1, z.numel()), *[(0, 1)] * len(tensors), dtype=dtype)
+    if _flat(tensors):
+        shape: tuple[int, ...] = x.shape
+        launch = _launch_of(operation, (1, x.numel()), *[(0, 1)] * len(tensors), dtype=dtype)
     else:
-        launch = _launch_of(operation, tuple(shape), *(t.expand(shape).stride() for t in tensors), dtype=dtype)
+        shape = tuple(map(max, *(t.shape for t in tensors))) if isinstance(y, Tensor) else x.shape
+        launch = _launch_of(operation, shape, *(t.expand(shape).stride() for t in tensors), dtype=dtype)
+    z = torch.empty(shape, dtype=torch.float32, device=x.device)
     with on_device(x.device):
         launch((x, tensors[-1], z), (0.0 if isinstance(y, Tensor) else float(y),))
     return z

@@ -36,12 +36,18 @@ def _mean_of_slices(pointers, inside, step, SLICES: tl.constexpr, FORMAT: tl.con
 
 
 @triton.jit
+def _add(a, b):
+    return a + b
+
+
+@triton.jit
 def _mean_of_tile(x, ROWS: tl.constexpr, SIZE: tl.constexpr, FORMAT: tl.constexpr):
     """[ROWS, SIZE] -> [ROWS]. A sum of two has one order, and `tl.split` would gather the tile in every thread."""
     if SIZE == 1:
         return tl.reshape(x, (ROWS,))
     else:
-        both = tl.sum(tl.reshape(x, (ROWS, 2, SIZE // 2)), axis=1)
+        # Not `tl.sum`: the interpreter's starts at 0, and 0 + -0 + -0 is 0.
+        both = tl.reduce(tl.reshape(x, (ROWS, 2, SIZE // 2)), 1, _add)
         return _mean_of_tile(round_to(both * 0.5, FORMAT), ROWS, SIZE // 2, FORMAT)
 
 
@@ -113,6 +119,7 @@ def tree_mean(x: Tensor, dim: int, accumulate: torch.dtype) -> Tensor:
 
     x: float32 of any shape. Of n = odd·2^m, odd numbers are left.
     """
+    dim = dim % x.dim()
     shape, n, inner = list(x.shape), x.shape[dim], math.prod(x.shape[dim + 1 :])
     x = x.contiguous()
     with on_device(x.device):
