@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from normmatters import functional, precision
 from normmatters.nn.batchnorm import LpBatchNorm1d, LpBatchNorm2d
 from normmatters.nn.layernorm import L1LayerNorm
+from normmatters.precision import rounding
 
 EPS16, EPS32 = torch.finfo(torch.float16).eps, torch.finfo(torch.float32).eps
 KINDS = [(1, None), (2, None), (math.inf, None), (math.inf, 4), ("range", None), ("mean", None)]
@@ -278,14 +279,14 @@ def test_fp8_is_a_storage_format():
 
 def test_tree_mean_neither_overflows_nor_drifts():
     values = torch.full((1, 1_000_003), 60000.0)
-    assert precision._tree_mean(values, 1, torch.float16).item() == pytest.approx(60000, rel=2 * EPS16)
+    assert rounding.tree_mean(values, 1, torch.float16).item() == pytest.approx(60000, rel=2 * EPS16)
     torch.manual_seed(7)
     values = torch.rand(1, 100_001).half().float()
     exact = values.double().mean().item()
     for accumulate, ulp in ((torch.float16, EPS16), (torch.float32, EPS32)):
-        result = precision._tree_mean(values, 1, accumulate).item()
+        result = rounding.tree_mean(values, 1, accumulate).item()
         assert result == pytest.approx(exact, rel=2 * ulp)
-        assert result == precision._tree_mean(values.T, 0, accumulate).item()
+        assert result == rounding.tree_mean(values.T, 0, accumulate).item()
 
 
 # --- F5's point ---
@@ -294,7 +295,7 @@ def test_tree_mean_neither_overflows_nor_drifts():
 def scale_error(p, sigma, n, dtype, accumulate):
     """Worst relative error, over 8 channels, of s in this arithmetic against float64."""
     torch.manual_seed(8)
-    x = (torch.randn(n, 8) * sigma).to(precision._FORMATS[dtype])
+    x = (torch.randn(n, 8) * sigma).to(rounding.FORMATS[dtype])
     deviation = x.double() - x.double().mean(0)
     exact = deviation.abs().mean(0) * math.sqrt(math.pi / 2) if p == 1 else deviation.square().mean(0).sqrt()
     running_mean, running_var = torch.zeros(8), torch.ones(8)

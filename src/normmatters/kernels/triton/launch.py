@@ -46,6 +46,7 @@ class Launch:
     """A kernel at one shape: its grid, its integers and its compile-time constants, in the order of its signature.
 
     With ``overlaps`` the signature ends with ``OVERLAP``, which is set here, and the kernel waits for the one before.
+    Without ``contracts`` no product and sum are made one, and each is rounded.
     """
 
     def __init__(
@@ -58,12 +59,13 @@ class Launch:
         num_warps: int = 4,
         maxnreg: int | None = None,
         overlaps: bool = False,
+        contracts: bool = True,
     ) -> None:
         self.kernel = kernel
         self.grid = grid
         self.integers = integers
         self.constants = constants
-        self.options = {"num_warps": num_warps, "maxnreg": maxnreg}
+        self.options = {"num_warps": num_warps, "maxnreg": maxnreg, "enable_fp_fusion": contracts}
         self._compiled: dict[int, tuple[Any, tuple[Any, ...]]] = {}
         self.overlaps = overlaps
         self._values = (*constants.values(), *([None] if overlaps else []))  # a compiled kernel does not look at them

@@ -37,24 +37,21 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo  # unlike torch.compiler.disable, it imports the compiler only when called
-from torch.autograd.function import once_differentiable
 
 from normmatters import functional
 from normmatters.functional.batch_norm import update_running_statistics
 from normmatters.functional.checks import check_batch_norm, check_layer_norm
 from normmatters.functional.statistic import Kind, compute_dtype, scale_constant, statistic_kind
 from normmatters.kernels.triton.layout import memory_format
+from normmatters.precision.normalize import Normalize, Rule
+from normmatters.precision.rounding import FORMATS, STORAGE
 
 __all__ = ["Arithmetic", "active", "arithmetic", "batch_norm", "layer_norm", "rms_norm"]
-
-_FORMATS = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-_STORAGE = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
 @dataclass(frozen=True)
@@ -99,9 +96,9 @@ def arithmetic(
         >>> with arithmetic("fp16", accumulate="fp16"):
         ...     y = bn(torch.randn(8, 64, 4, 4))
     """
-    accumulator = _format("accumulate", accumulate, _FORMATS)
-    storage = _format("dtype", dtype, _FORMATS | _STORAGE)
-    if storage in _STORAGE.values():
+    accumulator = _format("accumulate", accumulate, FORMATS)
+    storage = _format("dtype", dtype, FORMATS | STORAGE)
+    if storage in STORAGE.values():
         return _using(Arithmetic(torch.float16, accumulator, storage, torch.float8_e5m2))
     return _using(Arithmetic(storage, accumulator, storage, storage))
 
@@ -193,7 +190,7 @@ def batch_norm(
             act=act,
             residual=residual,
         )
-    rule = _Rule(_required(), kind, k or 1, C, 0.0 if kind == "mean" else eps, relu=act == "relu")
+    rule = Rule(_required(), kind, k or 1, C, 0.0 if kind == "mean" else eps, relu=act == "relu")
     fixed = None
     if not training:
         assert running_mean is not None  # checked above
@@ -206,7 +203,7 @@ def batch_norm(
         return None if x is None else x[:, None]
 
     y: Tensor
-    y, mean, scale = _Normalize.apply(rows(input), column(weight), column(bias), rows(residual), fixed, rule)
+    y, mean, scale = Normalize.apply(rows(input), column(weight), column(bias), rows(residual), fixed, rule)
     if training:
         squared = None if kind == "mean" else scale.flatten().square()
         update_running_statistics(running_mean, running_var, mean.flatten(), squared, n, momentum, kind=kind)
@@ -278,10 +275,10 @@ def _layer_norm(
     n = math.prod(normalized_shape)
     C = scale_constant(p, n, k, constant)
     check_layer_norm(input, normalized_shape, weight, bias, eps, kind=kind, k=k)
-    rule = _Rule(_required(), kind, k or 1, C, eps, center=center, weight_dim=1)
+    rule = Rule(_required(), kind, k or 1, C, eps, center=center, weight_dim=1)
     weight, bias = (None if x is None else x.reshape(1, n) for x in (weight, bias))
     rows = input.reshape(input.numel() // max(n, 1), n)
-    y: Tensor = _Normalize.apply(rows, weight, bias, None, None, rule)[0]
+    y: Tensor = Normalize.apply(rows, weight, bias, None, None, rule)[0]
     return y.reshape(input.shape)
 
 
@@ -299,222 +296,6 @@ def _required() -> Arithmetic:
     return setting
 
 
-def _running_scale(mean: Tensor, var: Tensor | None, rule: _Rule) -> tuple[Tensor, Tensor]:
+def _running_scale(mean: Tensor, var: Tensor | None, rule: Rule) -> tuple[Tensor, Tensor]:
     scale = torch.ones_like(mean) if var is None or rule.kind == "mean" else (var.float() + rule.eps).sqrt()
     return mean.float()[:, None], scale.float()[:, None]
-
-
-# --- The arithmetic. Tensors are float32 that hold values of the rounded formats. ---
-
-
-def _round(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x in the nearest values of ``dtype``: to infinity beyond fp16 and bf16, to the largest number beyond fp8."""
-    if dtype == torch.float32:
-        return x
-    if dtype in _STORAGE.values():
-        largest = torch.finfo(dtype).max
-        x = x.clamp(-largest, largest)
-    return x.to(dtype).float()
-
-
-@lru_cache(maxsize=4096)
-def _rounded(value: float, dtype: torch.dtype) -> float:
-    """A constant in ``dtype``."""
-    return float(torch.tensor(value, dtype=torch.float64).to(dtype))
-
-
-def _divide(x: Tensor, divisor: float) -> Tensor:
-    """x/divisor, rounded once: by a number, CUDA would multiply with the rounded reciprocal."""
-    return x / torch.full((), divisor, dtype=x.dtype, device=x.device)
-
-
-def _split_count(n: int, dtype: torch.dtype) -> tuple[float, int]:
-    """n as f·2^m with f in (1/2, 1] rounded to ``dtype``: an fp16 scalar cannot hold n = 1e5, but can hold f."""
-    power = (n - 1).bit_length()
-    return _rounded(n / 2**power, dtype), 2**power
-
-
-def _tree_mean(x: Tensor, dim: int, accumulate: torch.dtype) -> Tensor:
-    """Mean over ``dim`` (kept, size 1) by a tree of averages (a + b)/2, each rounded to ``accumulate``.
-
-    n is padded with zeros to a power of two 2^m, which gives Σx/2^m; one division by n/2^m ends it.
-    """
-    n = x.shape[dim]
-    if n == 0:
-        return x.sum(dim, keepdim=True)
-    x = _round(x, accumulate)
-    while (size := x.shape[dim]) > 1:
-        pairs = size // 2
-        left, right = x.narrow(dim, 0, size - pairs), x.narrow(dim, size - pairs, pairs)
-        if size % 2:
-            left = left.clone()
-            left.narrow(dim, 0, pairs).add_(right)
-        else:
-            left = left + right
-        x = _round(left.mul_(0.5), accumulate)
-    fraction, _ = _split_count(n, accumulate)
-    return x if fraction == 1 else _round(_divide(x, fraction), accumulate)
-
-
-@dataclass(frozen=True)
-class _Rule:
-    """Which normalization, in which arithmetic."""
-
-    arithmetic: Arithmetic
-    kind: Kind
-    k: int  # 1 for L∞, which is Top(1)
-    C: float
-    eps: float
-    center: bool = True  # subtract the mean
-    weight_dim: int = 0  # of (rows, n), the dimension that weight and bias run along
-    relu: bool = False
-
-    def scales(self, x: Tensor, deviation: Tensor) -> tuple[Tensor, Tensor]:
-        """s and √(s² + eps) of every row, in the accumulator's format. x, deviation: (rows, n)."""
-        dtype, acc = self.arithmetic.dtype, self.arithmetic.accumulate
-        C = _rounded(self.C, acc)
-        if self.kind == "mean":
-            one = deviation.new_ones(deviation.shape[0], 1)
-            return one, one
-        if self.kind == "l2":
-            variance = _tree_mean(_round(deviation * deviation, dtype), 1, acc)
-            if C != 1:
-                variance = _round(variance * _rounded(C * C, acc), acc)
-            return _round(variance.sqrt(), acc), _round(_round(variance + _rounded(self.eps, acc), acc).sqrt(), acc)
-        if self.kind == "l1":
-            statistic = _tree_mean(deviation.abs(), 1, acc)
-        elif self.kind == "range":
-            statistic = _round(_round(x.amax(1, keepdim=True) - x.amin(1, keepdim=True), dtype), acc)
-        else:
-            statistic = _tree_mean(deviation.abs().topk(self.k, 1).values, 1, acc)
-        s = _round(statistic * C, acc)
-        return s, _hypotenuse(s, _rounded(math.sqrt(self.eps), acc), acc)
-
-    def slope(self, x: Tensor, deviation: Tensor, x_hat: Tensor) -> tuple[Tensor, Tensor, bool]:
-        """e, its sum over the row, and whether the statistic is a mean over all: its slope is then e/n, otherwise e.
-
-        Where elements tie for the extreme they share its gradient, so that no order of elements matters.
-        """
-        dtype, acc = self.arithmetic.dtype, self.arithmetic.accumulate
-        if self.kind == "l2":
-            return x_hat, x_hat.new_zeros(x_hat.shape[0], 1), True
-        sign = deviation.sign()
-        if self.kind == "l1":
-            return sign, sign.sum(1, keepdim=True), True
-        if self.kind == "range":
-            ends = [(x == end).float() for end in (x.amax(1, keepdim=True), x.amin(1, keepdim=True))]
-            high, low = (_round(end / end.sum(1, keepdim=True), dtype) for end in ends)
-            return high - low, sign.new_zeros(sign.shape[0], 1), False
-        size = deviation.abs()
-        threshold = size.topk(self.k, 1).values[:, -1:]
-        inside, tied = (size > threshold).float(), (size == threshold).float()
-        share = _round((self.k - inside.sum(1, keepdim=True)) / tied.sum(1, keepdim=True), dtype)
-        inside, tied = inside * sign, tied * sign
-        total = _round(_divide(inside.sum(1, keepdim=True) + share * tied.sum(1, keepdim=True), self.k), acc)
-        return _round(_divide(inside + share * tied, self.k), dtype), total, False
-
-
-def _hypotenuse(s: Tensor, root_eps: float, acc: torch.dtype) -> Tensor:
-    """√(s² + eps) as m·√(1 + (l/m)²) with m = max(s, √eps), l = min(s, √eps): no square of s."""
-    if root_eps == 0:
-        return s
-    large, small = s.clamp(min=root_eps), s.clamp(max=root_eps)
-    ratio = _round(small / large, acc)
-    root = _round(_round(_round(ratio * ratio, acc) + 1, acc).sqrt(), acc)
-    return _round(large * root, acc)
-
-
-class _Normalize(torch.autograd.Function):
-    """y = relu((x − μ)/D·weight + bias + residual) over the rows of (rows, n), with D = √(s² + eps)."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        input: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        fixed: tuple[Tensor, Tensor] | None,
-        rule: _Rule,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        dtype, acc, storage = rule.arithmetic.dtype, rule.arithmetic.accumulate, rule.arithmetic.storage
-        x = _round(input.float(), storage)
-        if fixed is not None:
-            mean, D = fixed
-            s = D
-            deviation = _round(x - _round(mean, dtype), dtype)
-        else:
-            mean = _tree_mean(x, 1, acc) if rule.center else x.new_zeros(x.shape[0], 1)
-            deviation = _round(x - _round(mean, dtype), dtype) if rule.center else x
-            s, D = rule.scales(x, deviation)
-        y = deviation if rule.kind == "mean" else _round(deviation / _round(D, dtype), dtype)
-        if weight is not None:
-            y = _round(y * _round(weight.float(), dtype), dtype)
-        if bias is not None:
-            y = _round(y + _round(bias.float(), dtype), dtype)
-        if residual is not None:
-            y = _round(y + _round(residual.float(), storage), dtype)
-        if rule.relu:
-            y = y.relu()
-        output = _round(y, storage).to(input.dtype)
-        ctx.save_for_backward(x.to(storage), weight, mean, s, D, output if rule.relu else None)
-        ctx.rule, ctx.fixed, ctx.input_dtype = rule, fixed is not None, input.dtype
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.residual_dtype = None if residual is None else residual.dtype
-        ctx.mark_non_differentiable(mean, s)
-        return output, mean, s
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        """dx = (ĝ − mean ĝ − (s/D)·C·A·(e − mean e))/D, with ĝ = g·weight, A = mean(ĝ·x̂), e the statistic's slope."""
-        rule: _Rule = ctx.rule
-        dtype, acc, store = rule.arithmetic.dtype, rule.arithmetic.accumulate, rule.arithmetic.gradient
-        saved, weight, mean, s, D, output = ctx.saved_tensors
-        x, n = saved.float(), saved.shape[1]
-        g = _round(grad.float(), store)
-        if output is not None:
-            g = g.masked_fill(output <= 0, 0.0)
-        deviation = _round(x - _round(mean, dtype), dtype) if rule.center or ctx.fixed else x
-        D_element = _round(D, dtype)
-        x_hat = deviation if rule.kind == "mean" else _round(deviation / D_element, dtype)
-
-        g_hat = g if weight is None else _round(g * _round(weight.float(), dtype), dtype)
-        g_x = _round(g * x_hat, dtype)
-        over_weight = 1 - rule.weight_dim  # the dimension that the parameters' gradients sum over
-        sums = _tree_mean(torch.stack([g, g_x]), 1 + over_weight, acc)
-        if rule.weight_dim == 0:  # a row has one weight, which leaves its means as a factor
-            means = sums if weight is None else _round(sums * _round(weight.float(), acc), acc)
-        else:
-            means = _tree_mean(torch.stack([g_hat, _round(g_hat * x_hat, dtype)]), 2, acc)
-
-        dx = g_hat
-        if not ctx.fixed:
-            shift = means[0] if rule.center else None
-            if rule.kind != "mean":
-                slope, total, averaged = rule.slope(x, deviation, x_hat)
-                factor = _round(means[1] * _rounded(rule.C if rule.kind != "l2" else rule.C**2, acc), acc)
-                if rule.kind != "l2":  # for L2, (s/D)·∂s/∂x is x̂/n: s cancels
-                    factor = _round(factor * _round(s / D, acc), acc)
-                fraction, power = _split_count(n, acc)
-                if rule.center:
-                    total = _round(_divide(total, n), acc) if averaged else total
-                    shift = _round(means[0] - _round(factor * total, acc), acc)
-                if not averaged:
-                    factor = _round(factor * fraction * power, acc)
-                term = _round(_round(factor, dtype) * slope, dtype)
-            if shift is not None:
-                dx = _round(dx - _round(shift, dtype), dtype)
-            if rule.kind != "mean":
-                dx = _round(dx - term, dtype)
-        if rule.kind != "mean":
-            dx = _round(dx / D_element, dtype)
-        count = x.shape[over_weight]
-        return (
-            _round(dx, store).to(ctx.input_dtype),
-            None if weight is None else (sums[1] * count).to(weight.dtype),
-            None if ctx.bias_dtype is None else (sums[0] * count).to(ctx.bias_dtype),
-            None if ctx.residual_dtype is None else g.to(ctx.residual_dtype),
-            None,
-            None,
-        )
