@@ -136,6 +136,25 @@ class IntoResidual(Block):
         return self.relu(r)
 
 
+class Unused(Block):
+    """Its statistics alone are wanted."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.bn(x)
+        return self.relu(self.conv(x))
+
+
+class ViewChangedBeforeAdd(Block):
+    """Changes what the norm has read: autograd refuses to go back through it, but without gradients it is right."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        read = self.conv(x)
+        part = read[:, :1]
+        out = self.bn(read)
+        part.mul_(2)
+        return self.relu(out + x)
+
+
 class InputUsedBeforeAdd(Block):
     """The other use of the input could write into it; whether it does is not known."""
 

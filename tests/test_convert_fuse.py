@@ -47,7 +47,9 @@ from blocks import (
     TorchRelu,
     TupleOutput,
     TwoAdds,
+    Unused,
     UsedTwice,
+    ViewChangedBeforeAdd,
 )
 from models import BasicBlock, HandWrittenBlock, RegNetBlock, ResNet, vgg_bn
 from normmatters.convert import ConversionReport, convert, to_torch
@@ -124,6 +126,7 @@ def test_residual_of_a_wider_dtype_promotes_as_the_add_did() -> None:
 @pytest.mark.parametrize(
     ("cls", "note"),
     [
+        (Unused, "its output is used 0 times"),
         (UsedTwice, "its output is used 2 times"),
         (AddUsedTwice, "its output is used 2 times"),
         (Relu6, "relu6 follows it, not a ReLU"),
@@ -155,6 +158,16 @@ def test_leaves_alone(cls: type[Block], note: str) -> None:
     assert reason.startswith(note)
     assert type(block) is cls
     assert block.bn.act is None
+
+
+@torch.no_grad()
+def test_a_view_of_the_input_that_is_changed_before_the_add() -> None:
+    block = ViewChangedBeforeAdd().eval()
+    x = torch.randn(4, 3, 5, 5)
+    expected = block(x)
+    report = ConversionReport()
+    assert_close(convert(block, "l2", report=report)(x), expected)
+    assert [change.note for change in report.changes] == ["its input is used again before the add"]
 
 
 def test_tracing_leaves_no_mark() -> None:

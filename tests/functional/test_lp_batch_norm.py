@@ -225,3 +225,12 @@ def test_an_empty_batch_passes_as_in_torch(p: float | str, k: int | None) -> Non
     assert torch.equal(var, torch.ones(3))
     if weight is not None:
         assert torch.equal(weight.grad, torch.zeros(3))
+
+
+def test_an_update_that_fails_leaves_the_running_statistics() -> None:
+    """`vmap` cannot write the statistics of several batches into one buffer."""
+    running_mean, running_var = torch.ones(3), torch.full((3,), 2.0)
+    with pytest.raises(RuntimeError):
+        torch.vmap(lambda x: lp_batch_norm(x, running_mean, running_var, training=True))(torch.randn(2, 5, 3))
+    assert running_mean.tolist() == [1.0] * 3
+    assert running_var.tolist() == [2.0] * 3

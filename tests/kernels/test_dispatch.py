@@ -11,6 +11,7 @@ import sys
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 pytest.importorskip("triton")
 
@@ -123,6 +124,38 @@ def test_a_fall_back_on_a_gpu_is_logged_once(caplog):
     ]
 
 
+class Wrapped(Tensor):
+    """A tensor around another one, as DTensor is: with its shape and device, but without memory."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __tensor_flatten__(self):
+        return ["inner"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner, context, size, stride):
+        return cls(inner["inner"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        args, kwargs = tree_map_only(cls, lambda t: t.inner, (args, kwargs or {}))
+        return tree_map_only(Tensor, cls, func(*args, **kwargs))
+
+
+def test_tensors_without_memory_take_the_equation():
+    backend = dispatch.batch_norm_backend(Wrapped(X))
+    assert backend == ("hand-derived", "a Wrapped has no memory of its own")
+    y = dispatch.batch_norm(Wrapped(X), None, None, None, None, True, 0.1, EPS)
+    torch.testing.assert_close(y.inner, lp_batch_norm(X, training=True, eps=EPS))
+    y = dispatch.layer_norm(Wrapped(X), [4], None, None, EPS)
+    torch.testing.assert_close(y.inner, lp_layer_norm(X, [4], eps=EPS))
+
+
 # What falls back is right all the same -------------------------------------------------------------------------------
 
 
@@ -215,3 +248,11 @@ def test_errors_come_before_any_change(arguments, error, message):
         dispatch.batch_norm(running_mean=mean, running_var=var, training=True, momentum=0.1, **call)
     assert (mean == 0).all()
     assert (var == 1).all()
+
+
+@pytest.mark.parametrize("where", ["weight", "bias"])
+def test_a_layer_norm_parameter_elsewhere_is_refused(where):
+    """A kernel would read its address as one of the input's device."""
+    tensors = {"weight": None, "bias": None, where: torch.ones(4, device="meta")}
+    with pytest.raises(ValueError, match="must be on the input's device"):
+        dispatch.layer_norm(X, [4], **tensors, eps=EPS)

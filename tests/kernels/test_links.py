@@ -11,6 +11,7 @@ from torch import nn
 
 pytest.importorskip("triton")
 
+from normmatters import L1BatchNorm2d
 from normmatters.convert import convert, to_torch
 from normmatters.convert.fused import LinkedSequential
 from normmatters.kernels import ops, twin_ops
@@ -171,3 +172,38 @@ def test_a_frozen_first_block(model, links):
         assert (mine.grad is None) == (theirs.grad is None)
         if mine.grad is not None:
             torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-5)
+
+
+class Doubles(Block):
+    """Changes its input in place, which is what the norm before it gave."""
+
+    def forward(self, x):
+        x.view(-1).mul_(2)
+        return self.relu(self.bn2(self.conv2(x)) + x)
+
+
+def test_a_block_that_changes_its_input_takes_no_link(links):
+    net = nn.Sequential(nn.Sequential(Block(3, 4), Doubles(4, 4), Block(4, 4), Block(4, 4)))
+    model = convert(net.to(DEVICE), "l1")
+    assert not model[0][1].program.linked  # known before it runs, so that a compiled model knows it too
+
+    def gradients(net):
+        return [t for t in step(net) if t is not None]  # Doubles has a norm that it does not use
+
+    expected = gradients(unlinked(model))
+    links.clear()
+    assert_same(gradients(model), expected)
+    assert sum(links) == 1  # from the third block to the fourth
+
+
+def test_a_link_to_what_was_changed_is_not_used():
+    first, second = (L1BatchNorm2d(4, act="relu", device=DEVICE) for _ in range(2))
+    results = []
+    for linked in (False, True):
+        x = torch.linspace(-1, 2, 48, device=DEVICE).sin().view(3, 4, 2, 2).requires_grad_()
+        z, link = first.forward_linked(x, linked=linked)
+        assert (link is not None) == linked
+        z.mul_(3)
+        second.forward_linked(2 * z, z, link, linked=False)[0].square().sum().backward()
+        results.append(x.grad)
+    torch.testing.assert_close(*results)

@@ -288,6 +288,26 @@ def test_nothing_of_the_last_step_is_left_in_the_next(calls):
     assert not any("first" in node.metadata for node in collectors())
 
 
+def test_gradients_in_a_part_of_a_pass_without_them(calls):
+    """As a saliency map is made in evaluation: the weights of the pass have no gradients, those of the part do."""
+
+    class Recorded(nn.Linear):
+        def forward(self, x):
+            with torch.enable_grad():
+                return super().forward(x)
+
+    model = nn.Sequential(nn.Linear(3, 4), Recorded(4, 2)).to(DEVICE)
+    apply_weight_norm(model)
+    plain = unfuse(copy.deepcopy(model))
+    for net in (model, plain):
+        with torch.no_grad():
+            y = net(torch.ones(2, 3, device=DEVICE))
+        y.square().sum().backward()
+    assert len(calls) == 1
+    v, expected = (net[1].parametrizations.weight.original.grad for net in (model, plain))
+    torch.testing.assert_close(v, expected)
+
+
 def test_eval_without_grad(calls):
     model, reference = fuse(net()).eval(), net().eval()
     with torch.no_grad():

@@ -17,6 +17,7 @@ import oracle
 import tolerances
 from normmatters import nn as ours
 from normmatters.functional import lp_batch_norm
+from normmatters.nn.batchnorm_act import LpBatchNormAct2d
 
 RANKS = {"1d": (6, 3, 4), "2d": (6, 3, 2, 4), "3d": (6, 3, 2, 2, 3)}
 FAMILIES: dict[str, tuple[float | str, int | None]] = {
@@ -299,3 +300,13 @@ def test_general_class_with_p_mean_is_mean_only() -> None:
     assert general.eps == 0
     torch.testing.assert_close(general(x), special(x))
     torch.testing.assert_close(general.eval()(x), special.eval()(x))
+
+
+def test_a_linked_forward_applies_the_activation_too() -> None:
+    bn = LpBatchNormAct2d(3)
+    bn.drop, bn.activation = nn.Identity(), nn.SiLU()
+    x = torch.randn(4, 3, 2, 2)
+    for residual in (None, torch.randn_like(x)):
+        output, link = bn.forward_linked(x, residual)
+        assert link is None
+        torch.testing.assert_close(output, nn.functional.silu(ours.LpBatchNorm2d(3)(x, residual)))

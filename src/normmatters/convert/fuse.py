@@ -31,6 +31,7 @@ from normmatters.convert.fused import (
     norm_norm_add_relu,
     until_norm,
 )
+from normmatters.convert.in_place import changes
 from normmatters.convert.trace import Trace, Untraceable, trace_block
 
 _RELUS = {F.relu, F.relu_, torch.relu, torch.relu_, "relu", "relu_"}
@@ -207,9 +208,15 @@ def _plan_traced(
         for pair in matches.values():
             _rewrite(block, trace.graph, pair[mode], shortcuts)
     fused = [str(train.norm.target) for train, _ in matches.values()]
-    program = Program.of(traces[0].graph, traces[1].graph, traces[0].guards | traces[1].guards, fused)
+    guards = traces[0].guards | traces[1].guards
+    program = Program.of(traces[0].graph, traces[1].graph, guards, fused, links=not _changes_inputs(block, traces[0]))
     base: Any = type(block)
     plan.classes[block] = fused_class(base, program)
+
+
+def _changes_inputs(block: nn.Module, trace: Trace) -> bool:
+    inputs = [node for node in trace.graph.nodes if node.op == "placeholder"]
+    return any(changes(block, node, given) for node in trace.graph.nodes for given in inputs)
 
 
 def _tail(sequential: nn.Module, norms: set[nn.Module]) -> list[tuple[nn.Module, list[nn.Module]]]:
@@ -267,7 +274,7 @@ def _match(block: nn.Module, graph: fx.Graph, norm: nn.Module) -> _Match | str:
     add: fx.Node | None = None
     residual = 0
     while True:
-        if len(last.users) > 1:
+        if len(last.users) != 1:
             return f"its output is used {len(last.users)} times"
         user = next(iter(last.users))
         if user.op == "output":
@@ -285,7 +292,8 @@ def _match(block: nn.Module, graph: fx.Graph, norm: nn.Module) -> _Match | str:
             if function in _ADDS_IN_PLACE and user.args[0] is not last:
                 return "it is the residual: it is added into another tensor"
             # The fused call takes the add's place: what the norm reads must not be touched until then.
-            if any(call < other < user for other in call.args[0].users):
+            between = [node for node in graph.nodes if call < node < user]
+            if any(node in call.args[0].users or changes(block, node, call.args[0]) for node in between):
                 return "its input is used again before the add"
             add, residual = user, user.args.index(operands[0])
         else:

@@ -59,8 +59,8 @@ class Program:
     ``guards`` are the plain attributes of the block (flags, sizes, absent submodules) that the trace read and their
     values then: with others the original ``forward`` could have taken another way. ``norms`` are the paths of the norms
     that took over a ReLU. ``linked`` is ``train`` once more with links (:func:`with_links`), empty where the block does
-    not end in a norm that adds; ``takes_link`` says that what it adds is the block's input, or what a shortcut makes
-    of it.
+    not end in a norm that adds, or changes its input in place, a change that the link's gradient would pass by;
+    ``takes_link`` says that what it adds is the block's input, or what a shortcut makes of it.
     """
 
     train: str
@@ -73,9 +73,11 @@ class Program:
     objects: tuple[tuple[str, Any], ...]
 
     @classmethod
-    def of(cls, train: fx.Graph, evaluate: fx.Graph, guards: dict[str, Any], norms: list[str]) -> Program:
-        """The program of two traced graphs of the same block."""
-        linked, takes_link = with_links(train)
+    def of(
+        cls, train: fx.Graph, evaluate: fx.Graph, guards: dict[str, Any], norms: list[str], *, links: bool
+    ) -> Program:
+        """The program of two traced graphs of the same block, which has no ``linked`` unless ``links``."""
+        linked, takes_link = with_links(train) if links else (None, False)
         graphs = [train, evaluate, *([] if linked is None else [linked])]
         codes = [graph.python_code(root_module="self") for graph in graphs]
         names = {name: value for code in codes for name, value in code.globals.items()}

@@ -128,10 +128,8 @@ def update_running_statistics(
 
 def _move(running: Tensor, batch: Tensor, momentum: float | Tensor) -> None:
     # Not `lerp_`, which takes a difference: an infinite variance, which half precision may have, must arrive as such.
-    if running.dtype == batch.dtype:
-        running.mul_(1 - momentum).add_(batch * momentum)
-    else:  # in the batch's dtype, so that a half-precision buffer is rounded once
-        running.copy_(running.to(batch.dtype) * (1 - momentum) + batch * momentum)
+    # In the batch's dtype, so that a half-precision buffer is rounded once; in one write, which may fail as a whole.
+    running.copy_(running.to(batch.dtype) * (1 - momentum) + batch * momentum)
 
 
 def _normalize_by_running(

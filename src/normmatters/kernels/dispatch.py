@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from normmatters import functional, precision
 from normmatters.functional import hand_derived
@@ -61,6 +62,8 @@ def _why_not_triton(input: Tensor) -> str:
         return f"the input is on {input.device.type}, and the kernels run on CUDA devices"
     if input.dtype not in _KERNEL_DTYPES:
         return f"the kernels take float16, bfloat16 and float32, the input is {input.dtype}"
+    if type(input) is not Tensor and is_traceable_wrapper_subclass(input):
+        return f"a {type(input).__name__} has no memory of its own"
     if input.numel() == 0:
         return "the input is empty"
     # The flag itself: up to torch 2.11, `is_exporting()` is also true inside torch.compile (pytorch/pytorch#176347).
@@ -465,6 +468,7 @@ def _layer_norm_kernel(
     check_constant(constant)
     kind = statistic_kind(p, k)
     check_layer_norm(input, normalized_shape, weight, bias, eps, kind=kind, k=k)
+    _check_devices(input, weight, bias)
     C = scale_constant(p, math.prod(normalized_shape), k, constant)
     return layer_norm_ops.layer_norm(
         input, normalized_shape, weight, bias, eps, kind=kind, constant=C, centered=centered

@@ -74,6 +74,7 @@ def register_gradient(
             return output
 
         @staticmethod
+        @once_differentiable  # else autograd would warn that the gradient has none, and take zeros for it
         def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
             return *backward(ctx, *gradients), None
 

@@ -170,11 +170,13 @@ def _gradients(
     channels_last: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     layout = _format(g, channels_last)
-    g = g.contiguous(memory_format=layout)
+    dense = g.contiguous(memory_format=layout)
+    # What was saved, too: hooks such as `save_on_cpu(pin_memory=True)` give it back with other strides.
+    saved = dense if saved is g else saved.contiguous(memory_format=layout)
     if link is not None:
         link = link.contiguous(memory_format=layout)
     return batch_norm_gradient.gradient(
-        g, link, saved, code, count, statistics, index, weight, bias, kind, k, constant,
+        dense, link, saved, code, count, statistics, index, weight, bias, kind, k, constant,
         relu=relu, residual=residual, lean=lean, need_dresidual=need_dresidual,
     )  # fmt: skip
 
@@ -292,7 +294,10 @@ def batch_norm(
     relu = act == "relu"
     lean = memory == "lean" and kind == "l1"  # the other statistics' gradients need the input itself
     if link is not None and residual is not None:
-        residual = residual.detach()  # its gradient takes the link
+        if not torch.compiler.is_compiling() and residual._version > 0:
+            link = None  # changed in place since it was made: the link would pass the change by
+        else:
+            residual = residual.detach()  # its gradient takes the link
     save = torch.is_grad_enabled() and any_requires_grad(x, weight, bias, residual, link)
     linked = linked and save
     options = (running_mean, running_var, batches, momentum, eps, kind, k or 0, constant, relu, lean, save, linked)

@@ -108,11 +108,12 @@ def _backward(
     channels_last: bool,
 ) -> kernels.Gradients:
     layout = _format(g, channels_last)
-    g = g.contiguous(memory_format=layout)
+    dense = g.contiguous(memory_format=layout)
+    x1, x2 = (dense if x is g else x.contiguous(memory_format=layout) for x in (x1, x2))  # as in `ops`
     if link is not None:
         link = link.contiguous(memory_format=layout)
     first, second = Normed(weight1, None, statistics1), Normed(weight2, None, statistics2)
-    return kernels.gradient(g, link, x1, x2, code, first, second, constant1, constant2, lean=lean)
+    return kernels.gradient(dense, link, x1, x2, code, first, second, constant1, constant2, lean=lean)
 
 
 def _fake_backward(g: Tensor, *arguments: Any) -> tuple[Tensor, ...]:

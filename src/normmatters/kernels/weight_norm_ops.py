@@ -115,15 +115,19 @@ def _register() -> None:
         v, rho, p, _ = inputs
         ctx.save_for_backward(*v, *rho, output[1])
         ctx.mark_non_differentiable(output[1])
-        ctx.p = p
+        ctx.p, ctx.strides = p, [x.stride() for x in v]
 
     def backward(ctx: Any, g: Tensor, _: Any) -> tuple[list[Tensor], list[None], None, None]:
         *tensors, norms = ctx.saved_tensors
-        v, rho = tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :]
+        v, rho = _laid_out(tensors[: len(tensors) // 2], ctx.strides), tensors[len(tensors) // 2 :]
         dv = torch.ops.normmatters.bounded_weights_backward(g, v, rho, norms, ctx.p)
         return _cut(dv, v), [None] * len(rho), None, None
 
+    def differentiated_twice(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError("the backward pass of bounded weights computed together can be differentiated only once")
+
     torch.library.register_autograd("normmatters::bounded_weights", backward, setup_context=setup_context, lib=LIBRARY)
+    torch.library.register_autograd("normmatters::bounded_weights_backward", differentiated_twice, lib=LIBRARY)
 
 
 _register()
@@ -157,6 +161,7 @@ class Together:
         self.plan = kernels.Plan(v, _code(p), dtype)
         places, _ = places_of([x.numel() for x in v])
         self._views = [(x.shape, x.stride(), place) for x, place in zip(v, places)]
+        self._strides = [x.stride() for x in v]
 
     def __call__(self, v: Sequence[Tensor], rho: Sequence[Tensor]) -> tuple[Tensor, ...]:
         with on_device(v[0].device):
@@ -167,16 +172,21 @@ class Together:
         """The pieces of a flat buffer, each shaped and laid out as its v."""
         return tuple([flat.as_strided(*view) for view in self._views])
 
-    def addresses(self, gradients: Sequence[Tensor]) -> tuple[list[int], list[Tensor]]:
-        """Where gradients laid out as v are, and what must be kept until they have been read."""
-        laid = [*gradients]
-        for i, (stride, (_, wanted, _)) in enumerate(zip(map(Tensor.stride, laid), self._views)):
-            if stride != wanted:
-                laid[i] = _laid_out(laid[i], wanted)
-        return [*map(Tensor.data_ptr, laid)], laid
+    def laid_out(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Tensors of v's shapes, each laid out as its v."""
+        return _laid_out(tensors, self._strides)
 
 
-def _laid_out(x: Tensor, stride: tuple[int, ...]) -> Tensor:
+def _laid_out(tensors: Sequence[Tensor], strides: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    """The tensors with these strides: gradients come with any, and what was saved may, where hooks packed it."""
+    laid = [*tensors]
+    for i, (stride, wanted) in enumerate(zip(map(Tensor.stride, laid), strides)):
+        if stride != wanted:
+            laid[i] = _restrided(laid[i], wanted)
+    return laid
+
+
+def _restrided(x: Tensor, stride: tuple[int, ...]) -> Tensor:
     """``x`` with these strides; those of dimensions of size 1 do not matter."""
     if all(size == 1 or a == b for size, a, b in zip(x.shape, x.stride(), stride)):
         return x
@@ -189,8 +199,8 @@ class _BoundedWeights(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, together: Together, rho: Sequence[Tensor], *v: Tensor) -> tuple[Tensor, ...]:
         flat, norms = together.plan.forward(v, rho)
-        ctx.save_for_backward(norms, *v)
-        ctx.together, ctx.rho = together, rho
+        ctx.save_for_backward(norms, *v, *rho)
+        ctx.together = together
         return together.cut(flat)
 
     @staticmethod
@@ -200,10 +210,11 @@ class _BoundedWeights(torch.autograd.Function):
 
 
 def _gradients(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-    norms, *v = ctx.saved_tensors
+    norms, *tensors = ctx.saved_tensors
     together: Together = ctx.together
-    pointers, kept = together.addresses(gradients)
-    dv = together.plan.backward(pointers, v, ctx.rho, norms)
+    v, rho = together.laid_out(tensors[: len(gradients)]), tensors[len(gradients) :]
+    kept = together.laid_out(gradients)
+    dv = together.plan.backward([*map(Tensor.data_ptr, kept)], v, rho, norms)
     del kept  # freed memory is used again by later kernels of this stream only
     return None, None, *together.cut(dv)
 

@@ -20,6 +20,12 @@ class ThenAct:
         output: Tensor = self.activation(self.drop(super().forward(input, *residual)))  # type: ignore[misc]
         return output
 
+    def forward_linked(
+        self, input: Tensor, residual: Tensor | None = None, link: Tensor | None = None, linked: bool = True
+    ) -> tuple[Tensor, None]:
+        """:meth:`forward`, and no link: it would belong to what the activation has not seen yet."""
+        return self.forward(input, *(() if residual is None else (residual,))), None
+
 
 class LpBatchNormAct2d(ThenAct, LpBatchNorm2d):  # type: ignore[misc]
     """``activation(drop(norm(x)))`` in one module; :func:`normmatters.convert` makes it of timm's ``BatchNormAct2d``.

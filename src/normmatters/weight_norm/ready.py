@@ -43,10 +43,10 @@ class ReadyWeight:
         """The weight, if there is one that can stand for the one computed from ``v`` here and now."""
         weight = self._weight
         if torch.compiler.is_compiling():
-            return weight if weight is not None and _has_dtype_for(weight, v) else None
+            return weight if weight is not None and _stands_for(weight, v) else None
         if weight is None and self._kept is not None and torch._C._current_graph_task_id() != -1:
             weight = self._kept if self._version == v._version else None
-        if weight is None or not _has_dtype_for(weight, v):
+        if weight is None or not _stands_for(weight, v):
             return None
         self._recorded |= torch.is_grad_enabled()
         return weight
@@ -58,8 +58,13 @@ class ReadyWeight:
         return ReadyWeight, ()
 
 
-def _has_dtype_for(weight: Tensor, v: Tensor) -> bool:
-    """Whether a layer that runs now takes ``weight`` as it would take one of v's dtype: autocast may be off by now."""
+def _stands_for(weight: Tensor, v: Tensor) -> bool:
+    """Whether a layer that runs now takes ``weight`` as it would take one computed from v here and now.
+
+    Autocast may be off by now, and gradients may be recorded in a part of a forward pass that records none.
+    """
+    if v.requires_grad and not weight.requires_grad and torch.is_grad_enabled():
+        return False
     if weight.dtype == v.dtype:
         return True
     device = v.device.type

@@ -1,0 +1,54 @@
+"""Which operations of a block's graph change a tensor in place, and whose memory that may be."""
+
+from __future__ import annotations
+
+import operator
+
+from torch import fx, nn
+
+_OPERATORS = {
+    getattr(operator, f"i{name}")
+    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
+}
+# What these return is new memory; any other module, function or method may return a view of what it got.
+_FRESH = (nn.modules.conv._ConvNd, nn.Linear, nn.modules.batchnorm._NormBase)
+
+
+def changes(block: nn.Module, node: fx.Node, tensor: fx.Node) -> bool:
+    """Whether ``node`` may change in place what ``tensor``, of the same graph, holds.
+
+    Modules are trusted not to change what they get, unless their ``inplace`` says so.
+    """
+    return _is_in_place(block, node) and not _origins(block, node.all_input_nodes[:1]).isdisjoint(
+        _origins(block, [tensor])
+    )
+
+
+def _is_in_place(block: nn.Module, node: fx.Node) -> bool:
+    if node.op == "call_module":
+        module = block.get_submodule(str(node.target))
+        while isinstance(module, nn.Sequential) and len(module) > 0:
+            module = module[0]
+        return bool(getattr(module, "inplace", False))
+    if node.op not in ("call_function", "call_method"):
+        return False
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    named = name.endswith("_") and not name.endswith("__")  # as torch names them
+    return named or node.target in _OPERATORS or bool(node.kwargs.get("inplace"))
+
+
+def _origins(block: nn.Module, nodes: list[fx.Node]) -> set[fx.Node]:
+    """The nodes whose memory these may be views of."""
+    found: set[fx.Node] = set()
+    seen: set[fx.Node] = set()
+    while nodes:
+        node, *nodes = nodes
+        if node in seen:
+            continue
+        seen.add(node)
+        fresh = node.op == "call_module" and isinstance(block.get_submodule(str(node.target)), _FRESH)
+        if fresh or not node.all_input_nodes:
+            found.add(node)
+        else:
+            nodes += node.all_input_nodes
+    return found
