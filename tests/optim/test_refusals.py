@@ -222,3 +222,42 @@ def test_parameters_without_a_gradient_are_left_alone() -> None:
     optimizer = Angular(AdamW([{"params": [named["0.weight"]]}, {"params": [idle]}], lr=1e-3, weight_decay=0.1))
     train(model, optimizer, range(2))  # type: ignore[arg-type]
     assert torch.equal(idle, torch.ones(2, 3))
+
+
+OF_OURS: dict[str, Callable[[nn.Parameter], torch.optim.Optimizer]] = {
+    "WeightDecayFreeSGD": lambda w: WeightDecayFreeSGD([w], lr=0.1, weight_decay=0.01),
+    "WeightDecayFreeAdamW": lambda w: WeightDecayFreeAdamW([w], lr=0.1, weight_decay=0.01),
+    "AngularSGD": lambda w: AngularSGD([w], lr=0.1, weight_decay=0.01),
+    "Angular": lambda w: Angular(SGD([w], lr=0.1, weight_decay=0.01)),
+}
+
+
+@pytest.mark.parametrize("name", list(OF_OURS)[:3])
+def test_another_optimizers_state_is_refused_and_changes_nothing(name: str) -> None:
+    weight = nn.Parameter(torch.randn(3, 4))
+    optimizer = OF_OURS[name](weight)
+    for other in (SGD, torch.optim.Adam):
+        with pytest.raises(ValueError, match=f"not a state of {name}: its group 0 has no .*load the model alone"):
+            optimizer.load_state_dict(other([weight], lr=0.5).state_dict())
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    weight.grad = torch.zeros(3, 4)
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())  # its own is taken
+
+
+@pytest.mark.parametrize("name", OF_OURS)
+def test_complex_weights_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=r"parameter 0 of group 0, shape \(3, 4\) is complex: only real weights"):
+        OF_OURS[name](nn.Parameter(torch.randn(3, 4, dtype=torch.complex64)))
+
+
+@pytest.mark.parametrize("name", OF_OURS)
+@pytest.mark.parametrize("lr", [-0.1, float("nan")])
+def test_a_schedule_that_leaves_the_learning_rates_is_refused(name: str, lr: float) -> None:
+    weight = nn.Parameter(torch.randn(3, 4))
+    optimizer, before = OF_OURS[name](weight), weight.detach().clone()
+    optimizer.param_groups[0]["lr"] = lr
+    weight.grad = torch.zeros(3, 4)
+    with pytest.raises(ValueError, match=f"lr must be >= 0 and finite, got {lr}"):
+        optimizer.step()
+    assert torch.equal(weight, before)

@@ -59,6 +59,18 @@ def check_dense_gradients(index: int, group: Group) -> None:
             )
 
 
+def check_own_groups(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Raise on groups that another optimizer saved: in ``__setstate__``, before they take the place of its own."""
+    defaults = state.get("defaults") or optimizer.defaults
+    for index, group in enumerate(state.get("param_groups", ())):
+        missing = [name for name in defaults if name not in group]
+        if missing:
+            raise ValueError(
+                f"not a state of {type(optimizer).__name__}: its group {index} has no {', '.join(missing)}. To go on "
+                "with another optimizer than before, load the model alone"
+            )
+
+
 class Members(NamedTuple):
     """The parameters of a group that step, with their gradients and states side by side."""
 
