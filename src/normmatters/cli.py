@@ -402,3 +402,5 @@ def data_prepare(
     console.print(f"[green]✓[/] {name}: {where}", highlight=False)
     if isinstance(found, ImageData):
         console.print(f"  {found.classes} classes, {found.channels}×{found.size}×{found.size}", highlight=False)
+    else:
+        console.print(f"  {found.train.count} pairs of sentences, {found.vocab_size} tokens", highlight=False)

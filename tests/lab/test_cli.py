@@ -208,3 +208,4 @@ def test_data_prepare_knows_the_embedded_sets(run: Run) -> None:
     done = run("data", "prepare", "digits")
     assert done.returncode == 0, done.stderr
     assert "10 classes" in done.stdout
+    assert "8000 pairs of sentences" in run("data", "prepare", "numbers").stdout
