@@ -262,3 +262,19 @@ def test_a_schedule_that_leaves_the_learning_rates_is_refused(name: str, lr: flo
     with pytest.raises(ValueError, match=f"lr must be >= 0 and finite, got {lr}"):
         optimizer.step()
     assert torch.equal(weight, before)
+
+
+def test_a_wrapper_that_refuses_a_state_keeps_its_own() -> None:
+    def angular(*shapes: tuple[int, int]) -> tuple[Angular, list[nn.Parameter]]:
+        weights = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+        return Angular(SGD([{"params": [w]} for w in weights], lr=0.1, weight_decay=0.01)), weights
+
+    saved, (first, _) = angular((3, 4), (3, 4))
+    optimizer, (weight,) = angular((3, 4))
+    for stepping, w in ((saved, first), (optimizer, weight)):
+        w.grad = torch.randn(3, 4)
+        stepping.step()
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        optimizer.load_state_dict(saved.state_dict())
+    torch.testing.assert_close(optimizer.state_dict(), before, rtol=0, atol=0)
