@@ -11,6 +11,7 @@ import torch
 from optim_nets import convnet, groups, train
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, ReduceLROnPlateau
 
 from normmatters.optim import (
     Angular,
@@ -278,3 +279,23 @@ def test_a_wrapper_that_refuses_a_state_keeps_its_own() -> None:
     with pytest.raises(ValueError, match="different number of parameter groups"):
         optimizer.load_state_dict(saved.state_dict())
     torch.testing.assert_close(optimizer.state_dict(), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("source", "error", "message"),
+    [
+        (ReduceLROnPlateau, TypeError, "needs a metric at each step"),
+        (lambda o: OneCycleLR(o, 0.2, total_steps=9), ValueError, "OneCycleLR moves the momentum too"),
+        (lambda o: CyclicLR(o, 0.1, 0.2), ValueError, "CyclicLR moves the momentum too"),
+    ],
+    ids=["plateau", "one cycle", "cyclic"],
+)
+def test_a_schedule_of_more_than_the_learning_rate(
+    source: Callable[[torch.optim.Optimizer], Any], error: type[Exception], message: str
+) -> None:
+    parameter = nn.Parameter(torch.randn(3, 4))
+    optimizer, before = SGD([parameter], lr=0.1, momentum=0.9), parameter.detach().clone()
+    with pytest.raises(error, match=message):
+        NormSchedule(optimizer, source, {"w": parameter})
+    assert torch.equal(parameter, before)
+    NormSchedule(optimizer, lambda o: OneCycleLR(o, 0.2, total_steps=9, cycle_momentum=False), {"w": parameter})
