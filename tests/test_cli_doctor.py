@@ -127,6 +127,11 @@ def test_a_file_with_code_is_not_run(tmp_path: Path) -> None:
         (["patients:nothing"], "must give a torch.nn.Module, got NoneType"),
         (["patients:ready", "--set", "width=3"], "is a module already"),
         (["patients:net", "--set", "width"], "--set must be KEY=VALUE"),
+        (
+            ["patients:net", "--set", "depth=3"],
+            "unexpected keyword argument 'depth'; its arguments are given with --set",
+        ),
+        (["torch.nn:Linear"], "missing a required argument: 'in_features'; its arguments are given with --set"),
         (["patients:net", "--input", "8,x"], "--input must be sizes"),
         (["patients:net", "--input", "0,4"], "--input must be sizes"),
         (["patients:net", "--tokens", "5"], "give its shape too"),

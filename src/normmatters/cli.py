@@ -144,7 +144,7 @@ def reproduce(
         for job in waiting:
             console.print(f"  {job.id} [dim]seed {job.seed}, {job.epochs} epochs", highlight=False)
         return
-    kind = _device(device)
+    kind = _device(plan_jobs[0].config.runtime.device if device == "auto" else device)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     workers = min(jobs or (1 if kind.startswith("cuda") else cores), max(len(waiting), 1))
     check_memory([job.config for job in waiting], workers, kind)
@@ -166,9 +166,15 @@ def reproduce(
         _tell(console, write_report(folders, out / "report", command=command))
     if failed:
         console.print(f"[bold red]{len(failed)} of {len(plan_jobs)} runs did not finish:[/]", highlight=False)
-        for job in failed:
-            console.print(f"  [red]✗[/] {job.id} seed {job.seed}: {_plain(job.reason)}", highlight=False)
+        _list_failed(console, failed)
         raise typer.Exit(1)
+
+
+def _list_failed(console: Console, failed: list[Job]) -> None:
+    """Each reason once: often there is one for all, such as data that are not there."""
+    for reason in dict.fromkeys(job.reason for job in failed):
+        which = ", ".join(f"{job.id} seed {job.seed}" for job in failed if job.reason == reason)
+        console.print(f"  [red]✗[/] {which}: {_plain(reason)}", highlight=False, soft_wrap=True)
 
 
 def _stopped() -> NoReturn:
@@ -247,6 +253,7 @@ def train(
     out: Annotated[
         Path | None, typer.Option(help="The run's folder.", show_default="runs/EXPERIMENT/CELL/seedN")
     ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Throw away what the run's folder holds, and begin.")] = False,
 ) -> None:
     """Train one run from a TOML file. A stopped run goes on where it was.
 
@@ -264,9 +271,10 @@ def train(
     cell = load_file(config)
     table_seed = int(cell.table.get("seed", 0))
     run = cell.config(preset, table_seed if seed is None else seed, sets or ())
+    device = run.runtime.device if device == "auto" else device
     run = apply_overrides(run, [f"runtime.device={_device(device)}"])
     try:
-        train_with_progress(run, out or run_folder(Path("runs"), run), data_dir)
+        train_with_progress(run, out or run_folder(Path("runs"), run), data_dir, resume=not fresh)
     except KeyboardInterrupt:
         _stopped()
 
@@ -394,3 +402,5 @@ def data_prepare(
     console.print(f"[green]✓[/] {name}: {where}", highlight=False)
     if isinstance(found, ImageData):
         console.print(f"  {found.classes} classes, {found.channels}×{found.size}×{found.size}", highlight=False)
+    else:
+        console.print(f"  {found.train.count} pairs of sentences, {found.vocab_size} tokens", highlight=False)

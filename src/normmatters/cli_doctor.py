@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import json
 import os
 import sys
@@ -137,7 +138,14 @@ def _model(name: str, sets: Sequence[str], weights: Path | None) -> nn.Module | 
     if not isinstance(found, nn.Module):
         if not callable(found):
             raise ValueError(f"{name} is neither a module nor something to call, but {type(found).__name__}")
-        found = found(**_arguments(sets))
+        arguments = _arguments(sets)
+        try:
+            inspect.signature(found).bind(**arguments)
+        except TypeError as error:
+            raise ValueError(f"{name}: {error}; its arguments are given with --set KEY=VALUE") from None
+        except ValueError:  # what is written in C may not say what it takes
+            pass
+        found = found(**arguments)
     elif sets:
         raise ValueError(f"--set needs something to call, {name} is a module already")
     if not isinstance(found, nn.Module):

@@ -11,9 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from synthetic_runs import write_run
 
 from normmatters import cli
+from normmatters.lab.progress import RunsView
+from normmatters.lab.reproduce import Runner, plan
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb"}
 
@@ -161,10 +164,48 @@ def test_train_runs_a_cell_and_goes_on(run: Run, tmp_path: Path, monkeypatch: py
     assert json.loads((folder / "summary.json").read_text()) == summary
     other = run(*words, "--set", "optim.lr=0.3")
     assert other.returncode == 2
-    assert "another" in other.stderr
+    assert "another run (optim.lr: 0.1 and 0.3): choose another folder, or throw it away (--fresh" in other.stderr
+    assert json.loads((folder / "summary.json").read_text()) == summary
+    fresh = run(*words, "--set", "optim.lr=0.3", "--fresh")
+    assert fresh.returncode == 0, fresh.stderr
+    assert json.loads((folder / "config.json").read_text())["optim"]["lr"] == 0.3
+
+
+def test_train_names_a_run_after_its_place_and_says_what_went_otherwise(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    text = '[data]\ntrain_size = 200\n[optim]\nepochs = 2\n[runtime]\ncompile = "cudagraph"\ndevice = "cpu"\n'
+    Path("mine.toml").write_text(text + "checkpoint_seconds = 0\n")
+    first = run("train", "mine.toml")
+    folder = Path("runs/here/mine/seed0")
+    assert (folder / "summary.json").is_file(), first.stderr
+    assert json.loads((folder / "config.json").read_text())["runtime"]["device"] == "cpu"  # which --device did not say
+    assert "! runtime.compile=cudagraph needs one process and a GPU" in first.stdout
+    (folder / "summary.json").unlink()
+    for state in (folder / "checkpoints").glob("*.pt"):
+        state.write_bytes(b"cut off")
+    again = run("train", "mine.toml")
+    assert "! checkpoint of epoch 2: epoch-000002.pt does not have its checksum" in again.stdout
+    assert "epoch   1 of 2" in again.stdout
+
+
+def test_one_reason_of_many_runs_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    console, jobs = Console(), plan(["fig4"], "quick", tmp_path)
+    view = RunsView(console, jobs)
+    for job in jobs:
+        job.state, job.reason = "failed", "no image folder [data]"
+    view(Runner(jobs))
+    cli._list_failed(console, jobs)
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].endswith("no image folder [data]")
+    assert [line.endswith("seed 0  for the same reason") for line in said[1:-1]] == [True] * (len(jobs) - 1)
+    assert said[-1] == "  ✗ fig2/resnet50_l2 seed 0, fig4/bwn seed 0, fig4/wn seed 0: no image folder [data]"
 
 
 def test_data_prepare_knows_the_embedded_sets(run: Run) -> None:
     done = run("data", "prepare", "digits")
     assert done.returncode == 0, done.stderr
     assert "10 classes" in done.stdout
+    assert "8000 pairs of sentences" in run("data", "prepare", "numbers").stdout

@@ -58,6 +58,9 @@ def test_extends_takes_what_is_not_said(tmp_path: Path) -> None:
         ({"model": {"name": "lstm"}}, "a model for images"),
         ({"model": {"activation": "trelu", "name": "resnet8"}}, "model.name must be small_cnn or vgg11"),
         ({"data": {"augment": "mirror"}}, "data.augment"),
+        ({"data": {"val_size": 0}}, "data.val_size must be at least 1, got 0"),
+        ({"data": {"train_size": -1}}, "data.train_size must be at least 1, got -1"),
+        ({"runtime": {"threads": -1}}, "runtime.threads must be at least 1, got -1"),
         ({"model": {"norm": "native"}, "precision": {"arithmetic": "fp16"}}, "precision.arithmetic"),
     ],
 )
@@ -90,6 +93,11 @@ def test_bad_files(tmp_path: Path) -> None:
     (tmp_path / "bad.toml").write_text("[optim\n")
     with pytest.raises(ValueError, match="not valid TOML"):
         load(tmp_path / "bad.toml")
+    (tmp_path / "bytes.toml").write_bytes(b"\xe5\xff")
+    with pytest.raises(ValueError, match=r"bytes\.toml: not valid TOML"):
+        load(tmp_path / "bytes.toml")
+    with pytest.raises(ValueError, match=f"{tmp_path}: cannot be read: Is a directory"):
+        load(tmp_path)
 
 
 def test_hash_sees_what_decides_the_numbers() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from normmatters.lab.data import ImageData, Shard, TextData, cifar10, data_root,
 from normmatters.lab.data.augment import EpochPlan, crop_box, pad, pad_crop, resize, resized_crop
 from normmatters.lab.data.images import ResidentLoader, prefetch
 from normmatters.lab.data.text import BOS, EOS, PAD, TextLoader, read_pairs
+from normmatters.lab.experiments import load_cell
 
 
 def images(config: DataConfig, data_dir: Path | None = None, **options: object) -> ImageData:
@@ -126,6 +128,14 @@ def test_cifar_from_files_archive_and_download(cifar: Path, tmp_path: Path) -> N
     assert np.array_equal(x.numpy(), raw[:, 1:].reshape(20, 3, 32, 32))
     assert np.array_equal(y.numpy(), raw[:, 0])
     assert data.train.count == 100
+
+    packed = tmp_path / "packed"
+    packed.mkdir()
+    (packed / cifar10.ARCHIVE).write_bytes((cifar / cifar10.ARCHIVE).read_bytes())
+    named = load_cell("fig3/l1_fp16").config("cifar").data  # by the set's usual folder
+    assert images(replace(named, batch_size=20), packed).train.count == 100
+    with pytest.raises(ValueError, match=r"no test_batch.bin in .*elsewhere"):
+        images(replace(named, dir="elsewhere"), packed)
 
     unpacked = tmp_path / "unpacked"
     unpacked.mkdir()
@@ -281,7 +291,7 @@ def write_pairs(folder: Path, split: str, rows: list[tuple[str, str]]) -> None:
 
 
 def test_parallel_files(tmp_path: Path) -> None:
-    folder = tmp_path / "translation"
+    folder = tmp_path / load_cell("supp2/ln").config("cifar").data.dir  # type: ignore[operator]
     rows = [(f"Käse {i} äöü", f"cheese {i}") for i in range(50)]
     write_pairs(folder, "train", [*rows, ("", "empty")])
     write_pairs(folder, "val", rows[:7])
@@ -306,7 +316,7 @@ def test_parallel_files(tmp_path: Path) -> None:
     (folder / "val.de").write_bytes(b"\xff\xfe\n")
     with pytest.raises(ValueError, match="not UTF-8"):
         load_data(config, tmp_path)
-    with pytest.raises(ValueError, match="no folder of parallel text"):
+    with pytest.raises(ValueError, match=r"no folder of parallel text: .*absent; .*\(train\.de, train\.en, \.\.\.\)"):
         load_data(DataConfig(name="text", dir="absent"), tmp_path)
 
 

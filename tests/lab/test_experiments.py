@@ -108,6 +108,10 @@ def test_cells_beyond_the_paper_stay_out_of_the_demo(tmp_path: Path) -> None:
     assert "lean/resnet56_l1_lean" in {job.id for job in plan(["lean"], "short", tmp_path)}
 
 
+def test_the_paper_has_no_number_for_what_is_ours() -> None:
+    assert [cell.id for cell in load_cells() if "(ours)" in cell.label and cell.paper.value is not None] == []
+
+
 def test_cells_of_one_figure_differ_only_where_they_should() -> None:
     on, off = (load_cell(f"fig1/{n}").config("quick") for n in ("wd_on", "wd_off"))
     assert (on.data, on.model, on.precision) == (off.data, off.model, off.precision)

@@ -144,6 +144,14 @@ def test_claims_about_cells_that_were_not_run_are_counted_and_not_listed(tmp_pat
     assert "**1 claims hold, 0 do not, 1 cannot be told from these runs.**" in report.markdown.read_text()
 
 
+@pytest.mark.parametrize("preset", ["short", "cifar"])
+def test_the_command_for_what_is_left_is_of_the_folders_preset(tmp_path: Path, preset: str) -> None:
+    """Fig. 1 is the same run at both."""
+    write_run(tmp_path / preset, "fig1/wd_on", preset=preset)
+    report = write_report([tmp_path / preset], tmp_path / "out", images=False)
+    assert report.not_run.endswith(f"`normmatters reproduce fig1 --preset {preset}`.")
+
+
 def test_reaching_an_error_sooner(tmp_path: Path) -> None:
     write_run(tmp_path, "supp1/resnet56_with_c", final=0.95, speed=4, epochs=20)
     write_run(tmp_path, "supp1/resnet56_without_c", final=0.95, speed=1, epochs=20)

@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 
 from normmatters import cli
+from normmatters.lab.config import to_json
 from normmatters.lab.experiments import load_cell
 from normmatters.lab.memory import check_memory, need_bytes
 from normmatters.lab.report import write_report
-from normmatters.lab.reproduce import Runner, plan
+from normmatters.lab.reproduce import Job, Runner, plan
 
 MICRO = ["optim.epochs=2", "data.train_size=120", "data.val_size=200", "optim.milestones=[1]", "runtime.threads=1"]
 MICRO += ["runtime.checkpoint_seconds=0"]
@@ -47,6 +48,19 @@ def test_a_plan_has_each_run_once_and_references_first(tmp_path: Path) -> None:
     assert "table2/resnet56_l2" not in ids
     alone = plan(["fig1"], "quick", tmp_path)
     assert {job.id for job in alone if job.needs} == {"fig1/corrected", "fig1/norm_schedule"}
+
+
+def test_a_folder_of_other_settings_is_left_alone_if_it_has_results(tmp_path: Path) -> None:
+    def planned(*sets: str) -> Job:
+        return plan(["fig4"], "quick", tmp_path, overrides=sets)[0]
+
+    folder = planned().folder
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(to_json(planned("optim.epochs=5").config))
+    assert planned("optim.epochs=6").state == "waiting"  # its data were missing, say
+    (folder / "metrics.jsonl").write_text("{}\n")
+    with pytest.raises(ValueError, match=r"holds a run of other settings \(optim\.epochs: 5 and 6\)"):
+        planned("optim.epochs=6")
 
 
 def test_other_data_replaces_only_its_own_kind(tmp_path: Path) -> None:

@@ -223,7 +223,7 @@ def test_unwritable_folder_other_run_and_second_process(tmp_path: Path) -> None:
     assert caught.value.kind == "folder"
 
     finished = train(small_run(optim={"epochs": 1}), tmp_path / "run").metrics
-    with pytest.raises(RunError, match="holds another run"):
+    with pytest.raises(RunError, match=r"holds another run \(seed: 0 and 9\)"):
         train(small_run(optim={"epochs": 1}, seed=9), tmp_path / "run")
     assert read_json(tmp_path / "run" / "summary.json") == finished
     assert not (tmp_path / "run" / "error.json").exists()
@@ -232,6 +232,14 @@ def test_unwritable_folder_other_run_and_second_process(tmp_path: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(RunError, match="another process"):
             train(small_run(optim={"epochs": 1}), tmp_path / "run")
+
+
+def test_a_run_that_never_trained_leaves_its_folder_to_another(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"batch_size is 5000"):
+        train(small_run(data={"batch_size": 5000}), tmp_path / "run")
+    (tmp_path / "run" / "tokenizer.json").write_text("of the first one's text")
+    assert train(small_run(optim={"epochs": 1}), tmp_path / "run").status == "finished"
+    assert not (tmp_path / "run" / "tokenizer.json").exists()
 
 
 def test_missing_data_is_told_in_the_folder_too(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 from optim_nets import convnet, groups, train
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, ReduceLROnPlateau
 
 from normmatters.optim import (
     Angular,
@@ -222,3 +223,79 @@ def test_parameters_without_a_gradient_are_left_alone() -> None:
     optimizer = Angular(AdamW([{"params": [named["0.weight"]]}, {"params": [idle]}], lr=1e-3, weight_decay=0.1))
     train(model, optimizer, range(2))  # type: ignore[arg-type]
     assert torch.equal(idle, torch.ones(2, 3))
+
+
+OF_OURS: dict[str, Callable[[nn.Parameter], torch.optim.Optimizer]] = {
+    "WeightDecayFreeSGD": lambda w: WeightDecayFreeSGD([w], lr=0.1, weight_decay=0.01),
+    "WeightDecayFreeAdamW": lambda w: WeightDecayFreeAdamW([w], lr=0.1, weight_decay=0.01),
+    "AngularSGD": lambda w: AngularSGD([w], lr=0.1, weight_decay=0.01),
+    "Angular": lambda w: Angular(SGD([w], lr=0.1, weight_decay=0.01)),
+}
+
+
+@pytest.mark.parametrize("name", list(OF_OURS)[:3])
+def test_another_optimizers_state_is_refused_and_changes_nothing(name: str) -> None:
+    weight = nn.Parameter(torch.randn(3, 4))
+    optimizer = OF_OURS[name](weight)
+    for other in (SGD, torch.optim.Adam):
+        with pytest.raises(ValueError, match=f"not a state of {name}: its group 0 has no .*load the model alone"):
+            optimizer.load_state_dict(other([weight], lr=0.5).state_dict())
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    weight.grad = torch.zeros(3, 4)
+    optimizer.step()
+    for _ in range(2):  # its own is taken, also when torch has been there
+        optimizer.load_state_dict(copy.deepcopy(optimizer).state_dict())
+
+
+@pytest.mark.parametrize("name", OF_OURS)
+def test_complex_weights_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=r"parameter 0 of group 0, shape \(3, 4\) is complex: only real weights"):
+        OF_OURS[name](nn.Parameter(torch.randn(3, 4, dtype=torch.complex64)))
+
+
+@pytest.mark.parametrize("name", OF_OURS)
+@pytest.mark.parametrize("lr", [-0.1, float("nan")])
+def test_a_schedule_that_leaves_the_learning_rates_is_refused(name: str, lr: float) -> None:
+    weight = nn.Parameter(torch.randn(3, 4))
+    optimizer, before = OF_OURS[name](weight), weight.detach().clone()
+    optimizer.param_groups[0]["lr"] = lr
+    weight.grad = torch.zeros(3, 4)
+    with pytest.raises(ValueError, match=f"lr must be >= 0 and finite, got {lr}"):
+        optimizer.step()
+    assert torch.equal(weight, before)
+
+
+def test_a_wrapper_that_refuses_a_state_keeps_its_own() -> None:
+    def angular(*shapes: tuple[int, int]) -> tuple[Angular, list[nn.Parameter]]:
+        weights = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+        return Angular(SGD([{"params": [w]} for w in weights], lr=0.1, weight_decay=0.01)), weights
+
+    saved, (first, _) = angular((3, 4), (3, 4))
+    optimizer, (weight,) = angular((3, 4))
+    for stepping, w in ((saved, first), (optimizer, weight)):
+        w.grad = torch.randn(3, 4)
+        stepping.step()
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        optimizer.load_state_dict(saved.state_dict())
+    torch.testing.assert_close(optimizer.state_dict(), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("source", "error", "message"),
+    [
+        (ReduceLROnPlateau, TypeError, "needs a metric at each step"),
+        (lambda o: OneCycleLR(o, 0.2, total_steps=9), ValueError, "OneCycleLR moves the momentum too"),
+        (lambda o: CyclicLR(o, 0.1, 0.2), ValueError, "CyclicLR moves the momentum too"),
+    ],
+    ids=["plateau", "one cycle", "cyclic"],
+)
+def test_a_schedule_of_more_than_the_learning_rate(
+    source: Callable[[torch.optim.Optimizer], Any], error: type[Exception], message: str
+) -> None:
+    parameter = nn.Parameter(torch.randn(3, 4))
+    optimizer, before = SGD([parameter], lr=0.1, momentum=0.9), parameter.detach().clone()
+    with pytest.raises(error, match=message):
+        NormSchedule(optimizer, source, {"w": parameter})
+    assert torch.equal(parameter, before)
+    NormSchedule(optimizer, lambda o: OneCycleLR(o, 0.2, total_steps=9, cycle_momentum=False), {"w": parameter})

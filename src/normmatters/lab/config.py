@@ -185,7 +185,9 @@ def _read_toml(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{path}: no such config file") from None
-    except tomllib.TOMLDecodeError as error:
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: not valid TOML: {error}") from None
     parent = table.pop("extends", None)
     if parent is None:
@@ -253,6 +255,10 @@ def _check_values(config: RunConfig, origin: str) -> None:
 
     for key in ("batch_size", "eval_batch_size", "tokens", "max_length"):
         need(getattr(data, key) >= 1, f"data.{key}", "at least 1", getattr(data, key))
+    for section, keys in ((data, ("train_size", "val_size", "image_size")), (runtime, ("threads",))):
+        for key in keys:
+            value = getattr(section, key)
+            need(value is None or value >= 1, f"{'data' if section is data else 'runtime'}.{key}", "at least 1", value)
     augments = ("none", "crop", "crop_flip", "resized_crop")
     need(
         isinstance(data.augment, bool) or data.augment in augments,
@@ -343,8 +349,24 @@ _NOT_HASHED = {
 }
 
 
+def differences(a: RunConfig, b: RunConfig) -> list[str]:
+    """``"optim.epochs: 3 and 4"`` for every setting by which these are two runs."""
+    left, right = _hashed(a), _hashed(b)
+    names = []
+    for key, value in left.items():
+        if isinstance(value, dict):
+            names += [f"{key}.{k}: {v} and {right[key][k]}" for k, v in value.items() if right[key][k] != v]
+        elif right[key] != value:
+            names.append(f"{key}: {value} and {right[key]}")
+    return names
+
+
 def config_hash(config: RunConfig) -> str:
     """12 hex digits over everything that decides a run's numbers."""
+    return hashlib.sha256(json.dumps(_hashed(config), sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _hashed(config: RunConfig) -> dict[str, Any]:
     table = to_dict(config)
     for key, inner in _NOT_HASHED.items():
         if inner is None:
@@ -353,4 +375,4 @@ def config_hash(config: RunConfig) -> str:
             table[key] = {k: v for k, v in table[key].items() if k not in inner}
     if config.data.name in TEXT and config.runtime.compile == "cudagraph":
         table["runtime"]["compile"] = "none"  # of text, whose runs were all eager once: those stay valid
-    return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()[:12]
+    return table

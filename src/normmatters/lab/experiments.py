@@ -136,7 +136,7 @@ def load_file(path: str | Path) -> Cell:
         for name in names:
             if name not in PRESETS:
                 raise ValueError(f"{path}: {what.format(name)}{suggest(name, PRESETS)}")
-    experiment, name = table.setdefault("experiment", path.parent.name), table.setdefault("cell", path.stem)
+    experiment, name = table.setdefault("experiment", path.resolve().parent.name), table.setdefault("cell", path.stem)
     cell = Cell(f"{experiment}/{name}", table.get("label") or name, path, table, presets, paper, same_as, tuple(only))
     if same_as is None:
         for preset in PRESETS:

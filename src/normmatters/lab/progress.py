@@ -52,6 +52,7 @@ class RunsView:
         self._all = self.progress.add_task("[bold]all epochs", total=self._total, metric="")
         self._tasks: dict[str, TaskID] = {}
         self._told = 0  # messages
+        self._reasons: set[str] = set()
 
     def __enter__(self) -> RunsView:
         self.progress.start()
@@ -92,4 +93,6 @@ class RunsView:
             text = metric_text(row) if epochs else "diverged"
             self.console.print(f"[green]✓[/] {name}  {text}", highlight=False)
         else:
-            self.console.print(f"[red]✗[/] {name}  {job.reason}", highlight=False)
+            reason = "for the same reason" if job.reason in self._reasons else escape(job.reason)
+            self._reasons.add(job.reason)
+            self.console.print(f"[red]✗[/] {name}  {reason}", highlight=False, soft_wrap=True)

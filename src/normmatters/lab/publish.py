@@ -41,8 +41,8 @@ def publish(runs: Iterable[str | Path], out: str | Path) -> list[Path]:
     files = {run.path: out / run.cell_id / f"seed{run.seed}{PUBLISHED}" for run in chosen}
     for run in chosen:
         file = files[run.path]
-        if file.exists() and (old := _hash(read_published(file))) != _hash(run):
-            raise ValueError(f"{file} holds a run of other settings ({old}) than {run.path} ({_hash(run)}): remove it")
+        if file.exists() and (differs := _config.differences(_run_config(read_published(file)), _run_config(run))):
+            raise ValueError(f"{file} holds a run of other settings than {run.path} ({', '.join(differs)}): remove it")
     for run in chosen:
         file = files[run.path]
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -50,8 +50,8 @@ def publish(runs: Iterable[str | Path], out: str | Path) -> list[Path]:
     return sorted(files.values())
 
 
-def _hash(run: Run) -> str:
-    return _config.config_hash(_config.from_dict(run.config, str(run.path)))
+def _run_config(run: Run) -> _config.RunConfig:
+    return _config.from_dict(run.config, str(run.path))
 
 
 def _lines(run: Run) -> str:

@@ -21,13 +21,12 @@ from normmatters.lab import config as _config
 from normmatters.lab.config import TEXT, RunConfig
 from normmatters.lab.experiments import check_preset, load_cell, load_cells
 from normmatters.lab.memory import check_memory
-from normmatters.lab.runlog import read_json
+from normmatters.lab.runlog import has_results, read_json
 from normmatters.lab.worker import Worker, Workers
 
 __all__ = ["Job", "Runner", "check_memory", "plan", "run_folder"]
 
 State = Literal["waiting", "running", "done", "failed", "skipped"]
-_PLACE = ("label", "runtime.device", "runtime.threads", "runtime.side_by_side")  # where a run runs, not what it is
 
 
 @dataclass
@@ -119,7 +118,9 @@ def _check_folder(job: Job) -> None:
         told = f"holds a run that cannot be read ({error})"
         raise ValueError(f"{job.folder}: {told}; remove it or choose another --out") from None
     if _config.config_hash(found) != _config.config_hash(job.config):
-        differs = ", ".join(_differing(found, job.config))
+        if not has_results(job.folder):
+            return
+        differs = ", ".join(_config.differences(found, job.config))
         raise ValueError(f"{job.folder}: holds a run of other settings ({differs}); remove it or choose another --out")
     if _ended(job.folder):
         job.state = "done"
@@ -128,17 +129,6 @@ def _check_folder(job: Job) -> None:
 def _ended(folder: Path) -> bool:
     """Finished, or diverged, which is a result too: it would diverge again."""
     return (folder / "summary.json").exists() or (read_json(folder / "error.json") or {}).get("kind") == "nan"
-
-
-def _differing(a: RunConfig, b: RunConfig) -> list[str]:
-    left, right = _config.to_dict(a), _config.to_dict(b)
-    names = []
-    for key, value in left.items():
-        if isinstance(value, dict):
-            names += [f"{key}.{k}: {v} and {right[key][k]}" for k, v in value.items() if right[key][k] != v]
-        elif right[key] != value:
-            names.append(f"{key}: {value} and {right[key]}")
-    return [n for n in names if not n.startswith(_PLACE)]
 
 
 @contextlib.contextmanager

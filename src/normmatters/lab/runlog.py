@@ -24,7 +24,7 @@ import torch
 
 import normmatters
 from normmatters._commit import commit
-from normmatters.lab.config import RunConfig, config_hash, from_dict, to_json
+from normmatters.lab.config import RunConfig, config_hash, differences, from_dict, to_json
 
 
 class RunError(RuntimeError):
@@ -105,29 +105,36 @@ class RunFolder:
             self._lock = None
 
     def check(self, config: RunConfig) -> None:
-        """Refuse a folder that holds another run."""
+        """Refuse a folder that holds another run, unless that one has not trained for an epoch: it is cleared then."""
         existing = self.path / "config.json"
         if not existing.is_file():
             return
         try:
-            old = config_hash(from_dict(json.loads(existing.read_text()), str(existing)))
+            old = from_dict(json.loads(existing.read_text()), str(existing))
         except ValueError as error:
             raise RunError("other_run", f"{existing} cannot be read ({error}); choose another folder") from None
-        if old != config_hash(config):
+        if config_hash(old) == config_hash(config):
+            return
+        if has_results(self.path):
             raise RunError(
                 "other_run",
-                f"{self.path} holds another run ({old}, this one is {config_hash(config)}): "
-                "choose another folder, or ask for a fresh start to replace it",
+                f"{self.path} holds another run ({', '.join(differences(old, config))}): "
+                "choose another folder, or throw it away (--fresh, resume=False)",
             )
+        self.clear()
+
+    def clear(self) -> None:
+        """Throw away what the folder holds."""
+        for name in ("metrics.jsonl", "summary.json", "error.json", "norms.safetensors", "tokenizer.json"):
+            (self.path / name).unlink(missing_ok=True)
+        for item in self.checkpoints.iterdir():
+            item.unlink()
+        shutil.rmtree(self.path / "tensorboard", ignore_errors=True)
 
     def start(self, config: RunConfig, device: torch.device, *, fresh: bool) -> None:
         """Write what is run; ``fresh`` throws away what the folder held."""
         if fresh:
-            for name in ("metrics.jsonl", "summary.json", "error.json", "norms.safetensors", "tokenizer.json"):
-                (self.path / name).unlink(missing_ok=True)
-            for item in self.checkpoints.iterdir():
-                item.unlink()
-            shutil.rmtree(self.path / "tensorboard", ignore_errors=True)
+            self.clear()
         (self.path / "error.json").unlink(missing_ok=True)
         write_atomic(self.path / "config.json", to_json(config).encode())
         write_atomic(self.path / "environment.json", _json(environment(device)))
@@ -161,6 +168,13 @@ class RunFolder:
         """Say why the run ended; where even that cannot be written, the caller's error says it."""
         with contextlib.suppress(RunError):
             write_atomic(self.path / "error.json", _json({"kind": kind, "message": message, **details}))
+
+
+def has_results(folder: Path) -> bool:
+    """Whether a run has anything to lose: an epoch, a checkpoint, or how it ended. Missing data leave nothing."""
+    diverged = (read_json(folder / "error.json") or {}).get("kind") == "nan"
+    files = [folder / "metrics.jsonl", folder / "summary.json", *(folder / "checkpoints").glob("*.pt")]
+    return diverged or any(file.is_file() and file.stat().st_size for file in files)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

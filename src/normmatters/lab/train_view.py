@@ -17,7 +17,7 @@ from normmatters.lab.trainer import RunResult, train
 __all__ = ["train_with_progress"]
 
 
-def train_with_progress(config: RunConfig, run_dir: Path, data_dir: Path | None) -> RunResult:
+def train_with_progress(config: RunConfig, run_dir: Path, data_dir: Path | None, *, resume: bool = True) -> RunResult:
     """Train in ``run_dir`` and say how it goes; under torchrun only the first process speaks."""
     first = os.environ.get("RANK", "0") == "0"
     console = Console(quiet=not first)
@@ -31,11 +31,13 @@ def train_with_progress(config: RunConfig, run_dir: Path, data_dir: Path | None)
 
         def show(event: dict[str, Any]) -> None:
             bar.update(task, total=event.get("steps"), completed=event.get("step", 0))
+            for message in event.get("messages", ()):
+                console.print(f"[yellow]![/] {escape(message)}", highlight=False, soft_wrap=True)
             if "train_loss" in event:
                 line = f"epoch {event['epoch']:>3} of {config.optim.epochs}  train loss {event['train_loss']:.4f}"
                 console.print(f"{line}  {metric_text(event)}  [dim]{event['seconds']:.1f} s", highlight=False)
 
-        result = train(config, run_dir, data_dir=data_dir, progress=show)
+        result = train(config, run_dir, data_dir=data_dir, progress=show, resume=resume)
     if result.status == "finished":
         console.print(f"[green]✓[/] {escape(name)}: {metric_text(result.metrics)}", highlight=False)
     else:

@@ -52,7 +52,8 @@ def train(
 
     Args:
         data_dir: where the data sets are; None: ``NORMMATTERS_DATA``, else ``./data``.
-        progress: called with a dict: "step" and "steps" about once a second, and each epoch's metrics.
+        progress: called with a dict: "messages" of what the run could not do as it was asked to, once; "step" and
+            "steps" about once a second; and each epoch's metrics.
         resume: False throws away what the folder holds and begins again.
         reference_dir: the run folder that ``optim.reference`` means, where it is not beside this one.
 
@@ -187,7 +188,7 @@ class _Run:
         config, total = self.config, self.config.optim.epochs
         saved_at = time.monotonic()
         about = {"epochs": total, "steps": total * self.steps}
-        progress({"epoch": start, "step": start * self.steps, **about})
+        progress({"epoch": start, "step": start * self.steps, **about, "messages": self.messages})
         for epoch in range(start, total):
             row = self._epoch(epoch, lambda step: progress({"step": step, **about}))
             last = epoch + 1 == total
@@ -294,7 +295,7 @@ class _Run:
             raise RunError("checkpoint", f"the checkpoint in {self.folder.checkpoints} is of another config")
         if self.generator is not None and state.get("dropout") is None:
             told = f"the checkpoint in {self.folder.checkpoints} does not say how far its dropout was"
-            raise RunError("checkpoint", f"{told}: ask for a fresh start")
+            raise RunError("checkpoint", f"{told}: begin again (--fresh, resume=False)")
         self.model.load_state_dict(state["model"])
         self.regime.load_state_dict(state["regime"])
         if self.scaler is not None:

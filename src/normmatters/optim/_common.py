@@ -59,6 +59,20 @@ def check_dense_gradients(index: int, group: Group) -> None:
             )
 
 
+def check_own_groups(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Raise on groups that another optimizer saved: in ``__setstate__``, before they take the place of its own."""
+    if "defaults" in state:  # unpickled: all of it is one optimizer's
+        return
+    for index, (own, group) in enumerate(zip(optimizer.param_groups, state["param_groups"])):
+        # Torch adds defaults that no group has, and schedulers options that are no default.
+        missing = [name for name in optimizer.defaults if name in own and name not in group]
+        if missing:
+            raise ValueError(
+                f"not a state of {type(optimizer).__name__}: its group {index} has no {', '.join(missing)}. To go on "
+                "with another optimizer than before, load the model alone"
+            )
+
+
 class Members(NamedTuple):
     """The parameters of a group that step, with their gradients and states side by side."""
 

@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from normmatters.optim._common import Group, Members, host_value, is_capturing, members, parameter_label
+from normmatters.optim._common import (
+    Group,
+    Members,
+    check_own_groups,
+    host_value,
+    is_capturing,
+    members,
+    parameter_label,
+)
 
 # w is divided by a power of two when α reaches this: exact, rare, and early enough that BN's eps and fp16 gradients,
 # which see the norm, hardly notice.
@@ -42,10 +50,19 @@ class WeightDecayFree(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         try:
-            self._check_group(len(self.param_groups) - 1, self.param_groups[-1])
+            index, group = len(self.param_groups) - 1, self.param_groups[-1]
+            self._check_group(index, group)
+            for i, p in enumerate(group["params"] if group["weight_decay_free"] else ()):
+                if p.is_complex():
+                    label = parameter_label(index, group, i)
+                    raise ValueError(f"{label} is complex: only real weights have a weight-decay-free form here")
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        check_own_groups(self, state)
+        super().__setstate__(state)
 
     def _gather(self) -> tuple[list[tuple[Group, Members]], list[tuple[Group, Members]]]:
         """What steps: (ordinary groups, cohorts of weight-decay-free groups).

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 class OptimizerWrapper(Optimizer):
     """Shares the wrapped optimizer's parameter groups and state and adds its own keys to `state_dict`.
 
-    Subclasses define `step`, and `_own_state` and `_load_own_state` for what they add.
+    Subclasses define `step`, and `_own_state`, `_check_own_state` and `_load_own_state` for what they add.
     """
 
     optimizer: Optimizer
@@ -54,6 +54,9 @@ class OptimizerWrapper(Optimizer):
     def _own_state(self) -> dict[str, Any]:
         return {}
 
+    def _check_own_state(self, state: dict[str, Any]) -> None:
+        """Raise on a state that does not fit; nothing has been loaded yet."""
+
     def _load_own_state(self, state: dict[str, Any]) -> None:
         return None
 
@@ -65,5 +68,6 @@ class OptimizerWrapper(Optimizer):
         key = type(self).__name__
         if key not in state_dict:
             raise ValueError(f"not a state of {key}: it has {sorted(state_dict)}; load a plain one into `.optimizer`")
+        self._check_own_state(state_dict[key])
+        self.optimizer.load_state_dict({k: v for k, v in state_dict.items() if k != key})  # which checks it first
         self._load_own_state(state_dict[key])
-        self.optimizer.load_state_dict({k: v for k, v in state_dict.items() if k != key})

@@ -26,6 +26,7 @@ from normmatters.optim._common import (
     Members,
     check_dense_gradients,
     check_number,
+    check_own_groups,
     host_known,
     host_value,
     members,
@@ -97,6 +98,7 @@ class AngularSGD(Optimizer):
         super().__init__(params, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        check_own_groups(self, state)
         super().__setstate__(state)
         self._turners = {}
 
@@ -133,6 +135,7 @@ class AngularSGD(Optimizer):
             raise
 
     def _angle(self, group: Group) -> float | Tensor:
+        check_number("lr", group["lr"])  # of which the root is taken
         lr = group["lr"] if group["capturable"] else host_value(group["lr"])
         if group["lr_is_angle"]:
             return lr  # type: ignore[no-any-return]
@@ -250,6 +253,7 @@ class Angular(OptimizerWrapper):
             raise
 
     def _angle(self, group: Group) -> float | Tensor:
+        check_number("lr", group["lr"])
         lr = group["lr"] if group.get("capturable") else host_value(group["lr"])
         if group["angle"] is not None:
             return group["angle"] / group["angle_lr"] * lr  # type: ignore[no-any-return]

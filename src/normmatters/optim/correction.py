@@ -182,9 +182,11 @@ class StepSizeCorrection(OptimizerWrapper):
     def _own_state(self) -> dict[str, Any]:
         return {"step": int(self._step), "form": self._form, "recording": self._signature}
 
-    def _load_own_state(self, state: dict[str, Any]) -> None:
+    def _check_own_state(self, state: dict[str, Any]) -> None:
         for key, mine in (("form", self._form), ("recording", self._signature)):
             if state[key] != mine:
                 raise ValueError(f"the state was made with {key} {state[key]!r}, this correction has {mine!r}")
+
+    def _load_own_state(self, state: dict[str, Any]) -> None:
         self._step.fill_(state["step"])
         self._taken = state["step"]

@@ -18,7 +18,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from normmatters.optim._exponents import state_exponents, step_exponent
 from normmatters.optim._rows import Channels, Named, resolve
@@ -188,6 +188,13 @@ class _FromSchedule:
         self._scheduler = build(self._shadow)
         if not isinstance(self._scheduler, LRScheduler):
             raise TypeError(f"source must build an LRScheduler, it returned {type(self._scheduler).__name__}")
+        if isinstance(self._scheduler, ReduceLROnPlateau):
+            raise TypeError("ReduceLROnPlateau needs a metric at each step, which NormSchedule has not")
+        if any(group["momentum"] != 0 for group in self._shadow.param_groups):
+            raise ValueError(
+                f"{type(self._scheduler).__name__} moves the momentum too, which has no norm to go by: pass "
+                "cycle_momentum=False"
+            )
         self._initial, self._groups, self._power = initial, groups, power
         self._shadow.step()
         self._check()

@@ -91,7 +91,7 @@ def explain(lr: float, weight_decay: float, momentum: float = 0.0) -> list[Row]:
             Row(
                 "angle a step",
                 "no equilibrium",
-                "with lr · weight decay = 0 the norm grows and the angle falls for ever",
+                "without weight decay the norm grows and the angle falls for ever" if lr else "with lr 0 nothing moves",
             ),
             Row("effective lr", f"{lr * total:g}", "η/(1−μ)"),
         ]

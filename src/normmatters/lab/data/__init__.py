@@ -32,7 +32,7 @@ USUAL_FOLDER = {
     "cifar10": cifar10.FOLDER,
     "tiny_imagenet": "tiny-imagenet-200",
     "imagefolder": "imagenet",
-    "text": "translation",
+    "text": "translation/multi30k",
 }
 # mean, deviation, usual augmentation
 About = tuple[tuple[float, ...], tuple[float, ...], str]
@@ -80,7 +80,8 @@ def load_data(
         return _resident(config, *digits.load(min(config.train_size or 1437, 1437)), 10, _DIGITS, seed, device, shard)
     assert folder is not None
     if config.name == "cifar10":
-        found = cifar10.find(folder) or (None if config.dir else cifar10.prepare(folder.parent))
+        usual = config.dir in (None, cifar10.FOLDER)  # which a cell may name, as another preset's set is elsewhere
+        found = cifar10.find(folder) or (cifar10.prepare(folder.parent) if usual else None)
         if found is None:
             raise ValueError(f"CIFAR-10: no test_batch.bin in {folder} (data.dir={config.dir!r})")
         tensors = _shared(cifar10.load, (found,), device)

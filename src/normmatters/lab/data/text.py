@@ -221,7 +221,9 @@ def load(
         changed: tuple[int, ...] = ()
         if config.name != "numbers":
             if folder is None or not folder.is_dir():
-                raise ValueError(f"no folder of parallel text: {folder}; name it with --data-dir and data.dir")
+                a, b = (f"{config.train_split}.{language}" for language in (config.source, config.target))
+                told = f"no folder of parallel text: {folder}; it has a file a split and language ({a}, {b}, ...)"
+                raise ValueError(f"{told}, line by line. Name the folder above it with --data-dir or NORMMATTERS_DATA")
             changed = tuple(sorted(p.stat().st_mtime_ns for p in folder.iterdir()))
         encoded = _encode(config, folder, changed, learned)
         if path is not None and learned is None:

@@ -57,10 +57,13 @@ def _cells(claim: Claim) -> set[str]:
 def _presets_from(collection: Collection) -> tuple[str, ...]:
     """The preset that most of these runs are of, and those with more data."""
 
-    def matches(preset: str) -> int:
+    def matches(preset: str) -> tuple[int, int]:
+        """By the name of the folder above the experiments, where it is one; else by data and epochs."""
         ours = [r for r in collection.results.values() if r.cell.table]  # a run of the user's own has no cell file
+        named = sum(preset in run.path.parts[:-3][-1:] for r in ours for run in r.runs)
         configs = [(r.config, r.cell.config(preset)) for r in ours]
-        return sum((c["data"]["name"], c["optim"]["epochs"]) == (d.data.name, d.optim.epochs) for c, d in configs)
+        alike = sum((c["data"]["name"], c["optim"]["epochs"]) == (d.data.name, d.optim.epochs) for c, d in configs)
+        return named, alike
 
     return PRESETS[PRESETS.index(max(PRESETS, key=matches)) :]
 
