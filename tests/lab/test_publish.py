@@ -86,6 +86,25 @@ def test_pages_are_redrawn_from_the_files_alone(tmp_path: Path) -> None:
     assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
 
 
+def test_an_overview_tells_a_claim_once_from_its_longest_runs(tmp_path: Path) -> None:
+    results, page = tmp_path / "results", tmp_path / "page.md"
+    for preset, gap in (("short", 1.0), ("cifar", 3.0)):
+        for seed in range(2):
+            write_run(tmp_path / preset, "supp2/bwn", seed=seed, bleu=20 + gap + seed / 10, preset=preset)
+            write_run(tmp_path / preset, "supp2/none", seed=seed, bleu=20 + seed / 10, preset=preset)
+        publish([tmp_path / preset], results / preset)
+    page.write_text(f"<!-- numbers: E6 figures -->{END}\n<!-- numbers: E6 -->{END}\n")
+    redraw(results, [page])
+    overview, whole, _ = page.read_text().split(END)
+    rows = [[line for line in part.splitlines() if "beats no norm" in line] for part in (overview, whole)]
+    assert [len(lines) for lines in rows] == [1, 2]
+    assert "= +3.0" in rows[0][0]
+    assert "= +3.0" in rows[1][0]
+    assert "= +1.0" in rows[1][1]
+    assert overview.count("![supp2-0]") == 1
+    assert "results/cifar/report/figures/supp2-0.svg" in overview
+
+
 def test_mistakes_are_told(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no such folder"):
         redraw(tmp_path / "nowhere")

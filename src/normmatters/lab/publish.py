@@ -16,7 +16,7 @@ from typing import Any
 
 from normmatters.lab import config as _config
 from normmatters.lab.experiments import PRESETS, suggest
-from normmatters.lab.paper import CLAIMS
+from normmatters.lab.paper import CLAIMS, Claim
 from normmatters.lab.report import Report, collect, write_report
 from normmatters.lab.report.collect import METRICS, PUBLISHED, Result, Run, describe, read_published
 from normmatters.lab.report.html import experiments_of
@@ -78,8 +78,8 @@ def redraw(results: str | Path, pages: Iterable[str | Path] = ()) -> list[Report
     """A report of every preset below ``results``, ``results/README.md``, and the marked parts of ``pages``.
 
     A marked part is what stands between ``<!-- numbers: E1 E7 -->`` and ``<!-- end of numbers -->``: the claims of the
-    named checks, with ``figures`` among them also the first figure of each experiment. Everything is read and checked
-    before anything is written.
+    named checks; with ``figures`` among them each claim once, from its longest runs, and the first figure of each
+    experiment. Everything is read and checked before anything is written.
     """
     results = Path(results)
     if not results.is_dir():
@@ -155,9 +155,13 @@ def _cell(title: str, result: Result) -> str:
 def _claims(words: str, reports: Sequence[tuple[str, Report]], page: Path) -> str:
     """What the runs say about the claims of the named checks, with its marks, for a page in the folder ``page``."""
     lines, pictures = [], []
-    for preset, report in reports:
+    overview, seen = "figures" in words.split(), set[Claim]()
+    for preset, report in reversed(reports):  # the longest runs first
         told = [v for v in report.verdicts if v.claim.check in words.split()]
         told = [v for v in told if not v.measured.startswith("no finished run")]
+        if overview:
+            told = [v for v in told if v.claim not in seen]
+            seen |= {v.claim for v in told}
         for v in told:
             seeds = dict.fromkeys(len(report.collection.results[cell].done) for cell in (v.claim.a, v.claim.b))
             how_many = " and ".join(map(str, seeds))  # of the one and of the other, where they differ
@@ -170,6 +174,6 @@ def _claims(words: str, reports: Sequence[tuple[str, Report]], page: Path) -> st
         if lines
         else ["No runs of it are published."]
     )
-    if "figures" in words.split() and pictures:
+    if overview and pictures:
         table += ["", *(f"![{f.stem}]({Path(os.path.relpath(f, page)).as_posix()})" for f in pictures)]
     return "\n".join([f"<!-- numbers: {words} -->", *table, END])
