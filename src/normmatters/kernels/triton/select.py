@@ -161,6 +161,7 @@ def select_kernel(
             head = tl.where(g == group, tl.where(again > 0, best, after), head)
             taken = tl.where(g == group, tl.where(again > 0, chosen, -1), taken)
 
+    statistic = tl.where(mean == mean, statistic, mean)  # a maximum passes over NaN
     write_statistics(
         stats_ptr, running_mean_ptr, running_var_ptr, batches_ptr, channel, channel < channels, channels,
         mean, constant * statistic, momentum, eps, unbias, HAS_RUNNING, COUNTS, KIND,
