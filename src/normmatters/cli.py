@@ -255,7 +255,7 @@ def train(
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Throw away what the run's folder holds, and begin.")] = False,
 ) -> None:
-    """Train one run from a TOML file. A stopped run goes on where it was.
+    """Train one run from a TOML file. A stopped run goes on where it was. Exit code 1 if the loss becomes NaN.
 
     [bold]Examples[/]
 
@@ -274,9 +274,11 @@ def train(
     device = run.runtime.device if device == "auto" else device
     run = apply_overrides(run, [f"runtime.device={_device(device)}"])
     try:
-        train_with_progress(run, out or run_folder(Path("runs"), run), data_dir, resume=not fresh)
+        result = train_with_progress(run, out or run_folder(Path("runs"), run), data_dir, resume=not fresh)
     except KeyboardInterrupt:
         _stopped()
+    if result.status != "finished":
+        raise typer.Exit(1)  # its loss became NaN: a script should know
 
 
 @app.command(rich_help_panel="The paper")

@@ -169,6 +169,10 @@ def test_train_runs_a_cell_and_goes_on(run: Run, tmp_path: Path, monkeypatch: py
     fresh = run(*words, "--set", "optim.lr=0.3", "--fresh")
     assert fresh.returncode == 0, fresh.stderr
     assert json.loads((folder / "config.json").read_text())["optim"]["lr"] == 0.3
+    for _ in range(2):  # and when it is asked for again
+        diverged = run(*words, "--set", "optim.epochs=2", "--set", "optim.lr=1e38", "--out", "diverged")
+        assert diverged.returncode == 1
+        assert "NaN or infinite in epoch 2" in diverged.stdout
 
 
 def test_train_names_a_run_after_its_place_and_says_what_went_otherwise(
