@@ -13,7 +13,7 @@ from normmatters.kernels.triton.codes import has_bit, is_open_code, load_words
 from normmatters.kernels.triton.coefficients import solve
 from normmatters.kernels.triton.launch import wait_for_previous
 from normmatters.kernels.triton.scale import EXTREME, L1, L2, MEAN
-from normmatters.kernels.triton.tiles import add_splits, load_affine, load_tile, tile_rows
+from normmatters.kernels.triton.tiles import add_splits, load_affine, load_tile, my_part, tile_rows
 
 
 @triton.jit
@@ -62,14 +62,7 @@ def input_gradient_kernel(
     SOLVE: there are partial sums instead of coefficients, and the first programs write dγ and dβ too. EARLY: g is not
     what the kernel before writes.
     """
-    pid = tl.program_id(0)
-    split = tl.program_id(1)
-    splits = tl.num_programs(1)
-    col = pid * BLOCK_C + tl.arange(0, BLOCK_C)
-    inside = col < cols
-    channel = col
-    if CONTIGUOUS:
-        channel = col // spatial
+    _, split, splits, col, inside, channel = my_part(cols, spatial, CONTIGUOUS, False, BLOCK_C)
     # The gradient and the codes are there: the kernel before, which is ours, has waited for them.
     if EARLY:
         g_ahead = load_tile(g_ptr, split, col, rows, cols, BLOCK_R, EVEN, False)

@@ -9,7 +9,7 @@ from normmatters.kernels.triton.codes import coarse_code, pack, pack_codes, rows
 from normmatters.kernels.triton.launch import wait_for_previous
 from normmatters.kernels.triton.scale import scale_factors, write_statistics
 from normmatters.kernels.triton.small_stats import whole_statistics
-from normmatters.kernels.triton.tiles import by_group, load_affine, load_tile, tile_rows
+from normmatters.kernels.triton.tiles import by_group, load_affine, load_tile, my_part, tile_rows
 
 
 @triton.jit
@@ -62,14 +62,7 @@ def normalize_kernel(
     """
     if not EARLY:
         wait_for_previous(OVERLAP)
-    pid = tl.program_id(0)
-    split = tl.program_id(1)
-    splits = tl.num_programs(1)
-    col = pid * BLOCK_C + tl.arange(0, BLOCK_C)
-    inside = col < cols
-    channel = col
-    if CONTIGUOUS:
-        channel = col // spatial
+    block, split, splits, col, inside, channel = my_part(cols, spatial, CONTIGUOUS, False, BLOCK_C)
     gamma, beta = load_affine(weight_ptr, bias_ptr, channel, inside, HAS_WEIGHT, HAS_BIAS)
     # Against the way of the kernel before, which went forwards: the cache holds what it read last.
     start = tiles - 1 - split if FINALIZE else split
@@ -130,6 +123,6 @@ def normalize_kernel(
             if COUNT:
                 count += rows_above(word, CODE_BITS)
     if COUNT:
-        entry = pid * (BLOCK_C // GROUP) + tl.arange(0, BLOCK_C // GROUP)
+        entry = block * (BLOCK_C // GROUP) + tl.arange(0, BLOCK_C // GROUP)
         total = by_group(tl.sum(count, axis=0), GROUP, BLOCK_C)
         tl.store(count_ptr + split * entries + entry, total.to(count_ptr.dtype.element_ty), mask=entry < entries)

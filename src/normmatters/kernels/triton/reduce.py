@@ -11,7 +11,7 @@ import triton.language as tl
 from normmatters.kernels.triton.codes import coarse, has_bit, is_open_code, load_words
 from normmatters.kernels.triton.coefficients import FROM_CODE, FROM_INPUT, FROM_OUTPUT, is_vague
 from normmatters.kernels.triton.launch import wait_for_previous
-from normmatters.kernels.triton.tiles import by_group, load_affine, load_tile, tile_rows
+from normmatters.kernels.triton.tiles import by_group, load_affine, load_tile, my_part, tile_rows
 
 
 @triton.jit
@@ -53,16 +53,7 @@ def reduce_kernel(
     """
     wait_for_previous(OVERLAP)
     part_ptr = scratch_ptr + 4 * channels
-    pid = tl.program_id(0)
-    split = tl.program_id(1)
-    splits = tl.num_programs(1)
-    if CONTIGUOUS:
-        pid = tl.num_programs(0) - 1 - pid
-    col = pid * BLOCK_C + tl.arange(0, BLOCK_C)
-    inside = col < cols
-    channel = col
-    if CONTIGUOUS:
-        channel = col // spatial
+    block, split, splits, col, inside, channel = my_part(cols, spatial, CONTIGUOUS, CONTIGUOUS, BLOCK_C)
     gamma, beta = load_affine(weight_ptr, bias_ptr, channel, inside, HAS_WEIGHT, HAS_BIAS)
     center = beta
     if SOURCE == FROM_INPUT:
@@ -123,7 +114,7 @@ def reduce_kernel(
                 signed += tl.sum(tl.where(has_bit(words, 0, 2), g, -g), axis=1)
             second = tl.where(vague[None, :], signed, second)
 
-    entry = pid * (BLOCK_C // GROUP) + tl.arange(0, BLOCK_C // GROUP)
+    entry = block * (BLOCK_C // GROUP) + tl.arange(0, BLOCK_C // GROUP)
     out = part_ptr + split * entries + entry
     tl.store(out, by_group(tl.sum(first, axis=0), GROUP, BLOCK_C), mask=entry < entries)
     if not MEAN_ONLY:

@@ -19,7 +19,15 @@ import triton.language as tl
 
 from normmatters.kernels.triton.launch import wait_for_previous
 from normmatters.kernels.triton.scale import EXTREME, L1, L2, RANGE, write_statistics
-from normmatters.kernels.triton.tiles import add_entries, add_splits, by_group, load_tile, tile_rows, typical
+from normmatters.kernels.triton.tiles import (
+    add_entries,
+    add_splits,
+    by_group,
+    load_tile,
+    my_part,
+    tile_rows,
+    typical,
+)
 
 # The pilot is close enough when it is within this part of the deviation: four standard errors of 4096 samples for
 # Gaussian data, so good channels are hardly ever summed twice.
@@ -99,17 +107,7 @@ def moments_kernel(
     if not PILOT:
         wait_for_previous(OVERLAP)
     part_ptr = scratch_ptr + PILOT_SPLITS * channels
-    pid = tl.program_id(0)
-    split = tl.program_id(1)
-    splits = tl.num_programs(1)
-    if CONTIGUOUS:
-        # Last columns first: what the layer before wrote last is still in the cache.
-        pid = tl.num_programs(0) - 1 - pid
-    col = pid * BLOCK_C + tl.arange(0, BLOCK_C)
-    inside = col < cols
-    channel = col
-    if CONTIGUOUS:
-        channel = col // spatial
+    block, split, splits, col, inside, channel = my_part(cols, spatial, CONTIGUOUS, CONTIGUOUS, BLOCK_C)
     # Two tiles are on their way while one is summed. The input is there: the pilot has waited for it.
     last = tiles - 1 - split
     ahead = load_tile(x_ptr, last, col, rows, cols, BLOCK_R, EVEN, True)
@@ -157,7 +155,7 @@ def moments_kernel(
             second = tl.maximum(second, tl.max(high, axis=1))
             third = tl.minimum(third, tl.min(low, axis=1))
 
-    entry = pid * (BLOCK_C // GROUP) + tl.arange(0, BLOCK_C // GROUP)
+    entry = block * (BLOCK_C // GROUP) + tl.arange(0, BLOCK_C // GROUP)
     stored = entry < entries
     plane = splits * entries
     out = part_ptr + split * entries + entry

@@ -15,6 +15,25 @@ ROWS: tl.constexpr = tl.constexpr(ROWS_PER_CODE)
 
 
 @triton.jit
+def my_part(cols, spatial, CONTIGUOUS: tl.constexpr, LAST_FIRST: tl.constexpr, BLOCK_C: tl.constexpr):
+    """This program's block of columns and its split of the rows, of how many, then the columns, inside, their channels.
+
+    LAST_FIRST: the last block comes first, for what the layer before wrote last is still in the cache.
+    """
+    block = tl.program_id(0)
+    split = tl.program_id(1)
+    splits = tl.num_programs(1)
+    if LAST_FIRST:
+        block = tl.num_programs(0) - 1 - block
+    col = block * BLOCK_C + tl.arange(0, BLOCK_C)
+    inside = col < cols
+    channel = col
+    if CONTIGUOUS:
+        channel = col // spatial
+    return block, split, splits, col, inside, channel
+
+
+@triton.jit
 def tile_rows(tile, BLOCK_R: tl.constexpr):
     """The rows of a tile, [BLOCK_R, ROWS, 1]: packed row q holds rows ROWS·q and the next ones.
 

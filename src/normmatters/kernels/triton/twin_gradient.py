@@ -15,7 +15,7 @@ from normmatters.kernels.triton.codes import coarse, has_bit, is_open_code, load
 from normmatters.kernels.triton.coefficients import FROM_CODE, FROM_INPUT, solve
 from normmatters.kernels.triton.launch import wait_for_previous
 from normmatters.kernels.triton.scale import L1
-from normmatters.kernels.triton.tiles import ROWS, add_entries, by_group, load_affine, load_tile, tile_rows
+from normmatters.kernels.triton.tiles import ROWS, add_entries, by_group, load_affine, load_tile, my_part, tile_rows
 
 
 @triton.jit
@@ -56,16 +56,7 @@ def twin_reduce_kernel(
     """
     wait_for_previous(OVERLAP)
     part_ptr = scratch_ptr + 6 * channels
-    pid = tl.program_id(0)
-    split = tl.program_id(1)
-    splits = tl.num_programs(1)
-    if CONTIGUOUS:
-        pid = tl.num_programs(0) - 1 - pid
-    col = pid * BLOCK_C + tl.arange(0, BLOCK_C)
-    inside = col < cols
-    channel = col
-    if CONTIGUOUS:
-        channel = col // spatial
+    block, split, splits, col, inside, channel = my_part(cols, spatial, CONTIGUOUS, CONTIGUOUS, BLOCK_C)
     code2_ptr = code_ptr + tl.cast(tl.cdiv(rows, ROWS), tl.int64) * cols
     sum_g = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
     sum1 = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
@@ -106,7 +97,7 @@ def twin_reduce_kernel(
             sum2 += tl.sum(g * (x2.to(tl.float32) - mean2[None, None, :]), axis=1)
         sum_g += tl.sum(g, axis=1)
 
-    entry = pid * (BLOCK_C // GROUP) + tl.arange(0, BLOCK_C // GROUP)
+    entry = block * (BLOCK_C // GROUP) + tl.arange(0, BLOCK_C // GROUP)
     stored = entry < entries
     plane = splits * entries
     out = part_ptr + split * entries + entry
@@ -224,14 +215,7 @@ def twin_input_gradient_kernel(
 ):
     """dx = A·g + B·[x ≥ μ] + E of both inputs; one tile at a time, as in the forward pass."""
     wait_for_previous(OVERLAP)
-    pid = tl.program_id(0)
-    split = tl.program_id(1)
-    splits = tl.num_programs(1)
-    col = pid * BLOCK_C + tl.arange(0, BLOCK_C)
-    inside = col < cols
-    channel = col
-    if CONTIGUOUS:
-        channel = col // spatial
+    _, split, splits, col, inside, channel = my_part(cols, spatial, CONTIGUOUS, False, BLOCK_C)
     code2_ptr = code_ptr + tl.cast(tl.cdiv(rows, ROWS), tl.int64) * cols
     slope1 = tl.load(coefficient_ptr + channel, mask=inside, other=0.0)[None, None, :]
     tilt1 = tl.load(coefficient_ptr + channels + channel, mask=inside, other=0.0)

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from normmatters.kernels.triton.codes import coarse_code, pack, pack_codes, store_words
 from normmatters.kernels.triton.launch import wait_for_previous
-from normmatters.kernels.triton.tiles import ROWS, load_affine, load_tile, tile_rows
+from normmatters.kernels.triton.tiles import ROWS, load_affine, load_tile, my_part, tile_rows
 
 
 @triton.jit
@@ -54,14 +54,7 @@ def twin_normalize_kernel(
     as much as one and its next tile, which is what the kernels of one norm keep there.
     """
     wait_for_previous(OVERLAP)
-    pid = tl.program_id(0)
-    split = tl.program_id(1)
-    splits = tl.num_programs(1)
-    col = pid * BLOCK_C + tl.arange(0, BLOCK_C)
-    inside = col < cols
-    channel = col
-    if CONTIGUOUS:
-        channel = col // spatial
+    _, split, splits, col, inside, channel = my_part(cols, spatial, CONTIGUOUS, False, BLOCK_C)
     gamma1, beta = load_affine(weight1_ptr, bias1_ptr, channel, inside, HAS_WEIGHT1, HAS_BIAS1)
     gamma2, beta2 = load_affine(weight2_ptr, bias2_ptr, channel, inside, HAS_WEIGHT2, HAS_BIAS2)
     beta += beta2
