@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from types import ModuleType
 
@@ -29,23 +30,10 @@ def fresh_seed() -> None:
 
 def _batch_norms() -> tuple[ModuleType, ...]:
     """The modules that cut tensors into tiles, and keep plans."""
-    from normmatters.kernels.triton import (  # here, for Triton is not everywhere
-        batch_norm_gradient,
-        batch_norm_normalize,
-        batch_norm_saved,
-        batch_norm_small,
-        batch_norm_statistics,
-        twin_batch_norm,
-    )
-
-    return (
-        batch_norm_gradient,
-        batch_norm_normalize,
-        batch_norm_saved,
-        batch_norm_small,
-        batch_norm_statistics,
-        twin_batch_norm,
-    )
+    names = ("gradient", "normalize", "saved", "small", "statistics")
+    modules = (*(f"batch_norm_{name}" for name in names), "twin_batch_norm")
+    # Here, for Triton is not everywhere.
+    return tuple(importlib.import_module(f"normmatters.kernels.triton.{name}") for name in modules)
 
 
 def _forget_plans() -> None:

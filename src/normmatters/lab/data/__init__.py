@@ -112,7 +112,7 @@ def _shared(read: Callable[..., Splits], where: tuple[Any, ...], device: torch.d
     """``read(*where)``, of a folder. Runs that share a GPU and a process share one copy there, read once."""
     if device.type != "cuda":
         return read(*where)
-    return _on_gpu(read, where, tuple(sorted(p.stat().st_mtime_ns for p in where[0].iterdir())), device)
+    return _on_gpu(read, where, images.times_of_change(where[0]), device)
 
 
 @functools.lru_cache(maxsize=1)

@@ -7,6 +7,7 @@ import queue
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -19,6 +20,11 @@ from normmatters.lab.data.augment import EpochPlan
 # Images uint8 (N, H, W, C) and labels int64 (N,) to train with, and the same to validate with.
 Splits = tuple[Tensor, Tensor, Tensor, Tensor]
 CHUNK_BYTES = 1 << 25  # images augmented by one gather: few launches, little memory
+
+
+def times_of_change(folder: Path) -> tuple[int, ...]:
+    """Of the files in ``folder``: what was read from them may be kept as long as these stay."""
+    return tuple(sorted(p.stat().st_mtime_ns for p in folder.iterdir()))
 
 
 class Source(Protocol):

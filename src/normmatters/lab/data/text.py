@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +15,9 @@ from torch import Tensor
 
 from normmatters.lab.config import DataConfig
 from normmatters.lab.data import numerals
-from normmatters.lab.data.images import Shard
+from normmatters.lab.data.images import Shard, times_of_change
 from normmatters.lab.gate import gpu
+from normmatters.lab.runlog import write_atomic
 
 PAD, BOS, EOS = 0, 1, 2
 _GRID = 4  # the widths of batches that are filled up
@@ -140,48 +140,45 @@ class TextLoader:
         shuffled = torch.randperm(self.count, generator=generator).numpy()
         order = shuffled[np.argsort(self.lengths[shuffled], kind="stable")]
         numbers = torch.randperm(self.steps, generator=generator).tolist()
-        if not self.shapes:
-            yield from self._batches(order, numbers)
-            return
-        on_device, widths = torch.from_numpy(order).to(self.device), self._widths()
-        for number in numbers:
-            rows = on_device[self.bounds[number] : self.bounds[number + 1]]
-            yield self._filled_up(rows, widths[number])
-
-    def _filled_up(self, rows: Tensor, width: int) -> TextBatch:
-        """The pairs ``rows`` in a batch of this width's shape."""
-        source = self.source.gather(rows, width)
-        target = self.target.gather(rows, width + 1)
-        target_out = target[:, 1:]
-        target_in = target[:, :-1].masked_fill(target_out == PAD, PAD)
-        count = len(rows)
-        below = (0, 0, 0, self.shapes[width] - count)
-        source, target_in, target_out = (F.pad(t, below, value=PAD) for t in (source, target_in, target_out))
-        source[count:, 0].fill_(EOS)  # attention to nothing at all would be NaN
-        return TextBatch(source, target_in, target_out, None)
+        return self._batches(order, numbers, fill=bool(self.shapes))
 
     def __iter__(self) -> Iterator[TextBatch]:
         return self._batches(np.argsort(self.lengths, kind="stable"), range(self.steps))
 
-    def _batches(self, order: np.ndarray, numbers: Iterable[int]) -> Iterator[TextBatch]:
+    def _batches(self, order: np.ndarray, numbers: Iterable[int], *, fill: bool = False) -> Iterator[TextBatch]:
         on_device = torch.from_numpy(order).to(self.device)
+        widths = self._widths() if fill else []
         for number in numbers:
             part = slice(self.bounds[number], self.bounds[number + 1])
-            yield self._batch(order[part], on_device[part])
+            yield (
+                self._filled_up(on_device[part], widths[number]) if fill else self._batch(order[part], on_device[part])
+            )
+
+    def _filled_up(self, rows: Tensor, width: int) -> TextBatch:
+        """The pairs ``rows`` in a batch of this width's shape."""
+        count = len(rows)
+        below = (0, 0, 0, self.shapes[width] - count)
+        source, target_in, target_out = (F.pad(t, below, value=PAD) for t in self._pairs(rows, width, width))
+        source[count:, 0].fill_(EOS)  # attention to nothing at all would be NaN
+        return TextBatch(source, target_in, target_out, None)
 
     def _batch(self, rows: np.ndarray, on_device: Tensor) -> TextBatch:
         """``rows`` twice, on the host for the shapes and on the device for the tokens: no transfer, no wait."""
         mine = slice(self.shard.rank, None, self.shard.world)
         empty = len(rows) <= self.shard.rank  # a process without a row repeats one, which counts for nothing
         mine = slice(0, 1) if empty else mine
-        width = int(self.target.lengths[rows[mine]].max()) - 1
-        source = self.source.gather(on_device[mine], int(self.source.lengths[rows[mine]].max()))
-        target = self.target.gather(on_device[mine], width + 1)
-        target_in, target_out = target[:, :-1], target[:, 1:]
-        target_in = target_in.masked_fill(target_out == PAD, PAD)  # the last EOS is never an input
+        widths = (int(self.source.lengths[rows[mine]].max()), int(self.target.lengths[rows[mine]].max()) - 1)
+        source, target_in, target_out = self._pairs(on_device[mine], *widths)
         if empty:
             target_out = torch.full_like(target_out, PAD)
         return TextBatch(source, target_in, target_out.contiguous(), int((self.target.lengths[rows] - 1).sum()))
+
+    def _pairs(self, rows: Tensor, source_width: int, target_width: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Source, target in and target out of these pairs."""
+        target = self.target.gather(rows, target_width + 1)
+        target_out = target[:, 1:]
+        target_in = target[:, :-1].masked_fill(target_out == PAD, PAD)  # the last EOS is never an input
+        return self.source.gather(rows, source_width), target_in, target_out
 
 
 def _numbers(config: DataConfig, split: str) -> Pairs:
@@ -224,12 +221,10 @@ def load(
                 a, b = (f"{config.train_split}.{language}" for language in (config.source, config.target))
                 told = f"no folder of parallel text: {folder}; it has a file a split and language ({a}, {b}, ...)"
                 raise ValueError(f"{told}, line by line. Name the folder above it with --data-dir or NORMMATTERS_DATA")
-            changed = tuple(sorted(p.stat().st_mtime_ns for p in folder.iterdir()))
+            changed = times_of_change(folder)
         encoded = _encode(config, folder, changed, learned)
         if path is not None and learned is None:
-            partial = path.with_suffix(f".{os.getpid()}.tmp")
-            encoded.tokenizer.save(str(partial))
-            partial.replace(path)
+            write_atomic(path, encoded.tokenizer.to_str(pretty=True).encode())
     return TextData(
         train=TextLoader(encoded.train, config.tokens, seed, shard, device),
         val=TextLoader(encoded.val, config.tokens, seed, shard, device),
