@@ -129,15 +129,16 @@ def test_claims_about_cells_that_were_not_run_are_counted_and_not_listed(tmp_pat
     write_run(tmp_path, "fig2/resnet18_topk", preset=preset, finished=False)
     report = write_report([tmp_path], tmp_path / "out", images=False)
     shown = {v.claim.a: v.measured for v in report.verdicts}
-    # What did not finish stays in sight. fig2 has four claims more; supp1, table2 and lean are there for shared cells.
+    # What did not finish stays in sight. fig2 has four claims more; fig4, supp1, table2 and lean are there for
+    # shared cells.
     assert set(shown) == {"fig2/resnet18_l1", "fig2/resnet18_topk"}
     assert shown["fig2/resnet18_topk"] == "no finished run of fig2/resnet18_topk"
     how = {
-        "quick": "`normmatters reproduce fig2 supp1 table2 --preset quick` and "
-        "`normmatters reproduce lean --preset short`",
-        "cifar": "`normmatters reproduce fig2 supp1 table2 lean --preset cifar`",
+        "quick": "`normmatters reproduce fig2 fig4 supp1 table2 --preset quick` and "
+        "`normmatters reproduce fig4 lean --preset short`",
+        "cifar": "`normmatters reproduce fig2 fig4 supp1 table2 lean --preset cifar`",
     }
-    said = f"{4 + 4 + 2 + 3} more claims are about cells that were not run here; these are run by {how[preset]}."
+    said = f"{4 + 4 + 4 + 2 + 3} more claims are about cells that were not run here; these are run by {how[preset]}."
     assert report.not_run == said
     assert report.not_run in report.markdown.read_text()
     assert report.not_run.replace("`", "") in re.sub("</?code>", "", report.html.read_text())

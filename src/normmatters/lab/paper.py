@@ -86,6 +86,8 @@ _FIG1 = ("wd_on", "wd_off", "corrected", "norm_schedule", "wd_free", "angular")
 _NORMS = ("l2", "l1", "topk", "linf")
 _HALF = ("l2_fp32", "l1_fp32", "l1_fp16", "l2_fp16_acc32", "l2_fp16")
 _LEAN = ("native", "l2", "l1", "l1_lean")
+_WEIGHT_NORMS = ("bn", "wn", "bwn")
+_WEIGHT_NORMS_18 = tuple(f"resnet18_{n}" for n in _WEIGHT_NORMS)
 _TRANSFORMER = ("ln", "bwn", "bwn_rho2", "none", "ln_dropout", "bwn_dropout")
 
 EXPERIMENTS: tuple[Experiment, ...] = (
@@ -132,8 +134,8 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         "Bounded weight norm",
         "Fixing the norm of each filter at its initial scale makes weight norm train a large network, not far behind "
         "batch norm; with a free scale it does not converge.",
-        (Panel("Validation error", ("bn", "wn", "bwn")),),
-        ("bn", "wn", "bwn"),
+        (Panel("Validation error", _WEIGHT_NORMS), Panel("ResNet-18 (ours)", _WEIGHT_NORMS_18)),
+        (*_WEIGHT_NORMS, *_WEIGHT_NORMS_18),
     ),
     Experiment(
         "supp1",
@@ -264,6 +266,15 @@ CLAIMS: tuple[Claim, ...] = (
     Claim("E3", "L2 in fp16 diverges, fp16 sums", "diverges", "fig3/l2_fp16", "fig3/l2_fp32", 5.0),
     Claim("E4", "Bounded weight norm beats weight norm", "better", "fig4/bwn", "fig4/wn"),
     Claim("E4", "Bounded weight norm comes near batch norm", "equal", "fig4/bwn", "fig4/bn", 2.0),
+    Claim("E4", "ResNet-18: bounded beats free weight norm (ours)", "better", "fig4/resnet18_bwn", "fig4/resnet18_wn"),
+    Claim(
+        "E4",
+        "ResNet-18: bounded weight norm near batch norm (ours)",
+        "equal",
+        "fig4/resnet18_bwn",
+        "fig4/resnet18_bn",
+        2.0,
+    ),
     Claim(
         "E5",
         "With C, 20 % error comes twice as soon",
