@@ -197,7 +197,7 @@ def _trained(norm: str, scale: float, steps: int = 3) -> tuple[list[Tensor], dic
 def test_other_units_change_nothing_in_float32(norm: str) -> None:
     """Bit for bit: eps and the running statistics are in the units of the norm's input."""
     losses, state, output = _trained(norm, 1.0)
-    for scale in (256.0, 2.0**-14):
+    for scale in (128.0, 2.0**-16):
         others, other_state, other_output = _trained(norm, scale)
         assert losses == others
         assert torch.equal(output, other_output)
@@ -215,19 +215,19 @@ def test_fp16_has_room_for_l1_in_units_in_which_l2_leaves_its_range() -> None:
         with precision.arithmetic("fp16", accumulate=accumulate):
             y = norm(leaf)
         torch.manual_seed(2)
-        (gradient,) = torch.autograd.grad(y, leaf, torch.randn_like(y))
+        (gradient,) = torch.autograd.grad(y, leaf, torch.randn_like(y) / 64)  # times 2^16 it still fits
         return y.detach(), gradient
 
     for accumulate in ("fp16", "fp32"):
         for name in ("l1", "l2"):
             y, gradient = normalized(name, 1.0, accumulate)
             torch.testing.assert_close(y, NormFactory(name).batch_norm(4)(x), rtol=0, atol=0.01)
-            for scale in (256.0, 2.0**-14):
+            for scale in (128.0, 2.0**-16):
                 other, other_gradient = normalized(name, scale, accumulate)
                 if name == "l1":
-                    torch.testing.assert_close(other, y, rtol=0, atol=0.01)
+                    torch.testing.assert_close(other, y, rtol=0, atol=0.02)
                     # not element by element: a deviation that rounds to zero has no sign
-                    assert (other_gradient - gradient).norm() < 2e-3 * gradient.norm()
+                    assert (other_gradient - gradient).norm() < 5e-3 * gradient.norm()
                 elif scale > 1:  # divided by infinity: no output, no gradient
                     assert other.count_nonzero() == other_gradient.count_nonzero() == 0
                 else:  # divided by a variance that is zero, or by what is left of it

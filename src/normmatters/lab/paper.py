@@ -86,7 +86,7 @@ class Claim:
 _FIG1 = ("wd_on", "wd_off", "corrected", "norm_schedule", "wd_free", "angular")
 _NORMS = ("l2", "l1", "topk", "linf")
 _HALF = ("l2_fp32", "l1_fp32", "l1_fp16", "l2_fp16_acc32", "l2_fp16")
-_UNITS = ("x128", "by16384")  # what the norms' inputs are multiplied with or divided by
+_UNITS = ("x128", "by65536")  # what the norms' inputs are multiplied with or divided by
 _IN_UNITS = {u: tuple(f"{name}_{u}" for name in ("l1_fp16", "l2_fp16_acc32", "l2_fp16")) for u in _UNITS}
 _LEAN = ("native", "l2", "l1", "l1_lean")
 _TRANSFORMER = ("ln", "bwn", "bwn_rho2", "none", "ln_dropout", "bwn_dropout")
@@ -127,9 +127,9 @@ EXPERIMENTS: tuple[Experiment, ...] = (
             Panel("Validation error", _HALF),
             Panel("In bfloat16 (ours)", ("l2_fp32", "l1_bf16", "l2_bf16")),
             Panel("Inputs × 128 (ours)", ("l2_fp32", "l1_fp32", *_IN_UNITS["x128"])),
-            Panel("Inputs ÷ 16384 (ours)", ("l2_fp32", "l1_fp32", *_IN_UNITS["by16384"])),
+            Panel("Inputs ÷ 65536 (ours)", ("l2_fp32", "l1_fp32", *_IN_UNITS["by65536"])),
         ),
-        (*_HALF, "l1_bf16", "l2_bf16", *_IN_UNITS["x128"], *_IN_UNITS["by16384"]),
+        (*_HALF, "l1_bf16", "l2_bf16", *_IN_UNITS["x128"], *_IN_UNITS["by65536"]),
     ),
     Experiment(
         "fig4",
@@ -287,21 +287,21 @@ CLAIMS: tuple[Claim, ...] = (
         5.0,
     ),
     Claim(
-        "E3", "L1 in fp16 loses nothing, inputs ÷ 16384 (ours)", "equal", "fig3/l1_fp16_by16384", "fig3/l1_fp32", 0.2
+        "E3", "L1 in fp16 loses nothing, inputs ÷ 65536 (ours)", "equal", "fig3/l1_fp16_by65536", "fig3/l1_fp32", 0.2
     ),
     Claim(
         "E3",
-        "L2 in fp16 diverges, fp32 sums, inputs ÷ 16384 (ours)",
+        "L2 in fp16 diverges, fp32 sums, inputs ÷ 65536 (ours)",
         "diverges",
-        "fig3/l2_fp16_acc32_by16384",
+        "fig3/l2_fp16_acc32_by65536",
         "fig3/l2_fp32",
         5.0,
     ),
     Claim(
         "E3",
-        "L2 in fp16 diverges, fp16 sums, inputs ÷ 16384 (ours)",
+        "L2 in fp16 diverges, fp16 sums, inputs ÷ 65536 (ours)",
         "diverges",
-        "fig3/l2_fp16_by16384",
+        "fig3/l2_fp16_by65536",
         "fig3/l2_fp32",
         5.0,
     ),
