@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import re
 import threading
 
 import numpy as np
@@ -10,6 +11,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import normmatters
+from markdown_pages import ROOT, blocks, read
 from normmatters import functional, precision
 from normmatters.nn.batchnorm import LpBatchNorm1d, LpBatchNorm2d
 from normmatters.nn.layernorm import L1LayerNorm
@@ -321,6 +324,18 @@ def test_bf16_has_the_range_for_both_and_less_precision():
         for sigma in (1e-3, 1.0, 100.0):
             assert 0.001 < scale_error(p, sigma, 4096, "bf16", "bf16") < 0.02
             assert scale_error(p, sigma, 4096, "bf16", "fp32") < 0.005
+
+
+def test_the_card_says_which_scales_are_kept():
+    card = read(ROOT / "docs" / "precision.md")
+    names = {"torch": torch, "nm": normmatters}
+    (code,) = [block.code for block in blocks(card) if "def scales" in block.code]
+    exec(code, names)
+    rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \| (.*) \| (.*) \|$", card, re.MULTILINE)
+    assert [row[:2] for row in rows[:2]] == [("fp16", "fp16"), ("fp16", "fp32")]
+    assert len(rows) == 5
+    for dtype, sums, l1, l2 in rows:
+        assert (names["scales"](1, dtype, sums), names["scales"](2, dtype, sums)) == (l1, l2)
 
 
 def test_layer_norm_of_large_activations():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,13 @@ def test_extends_takes_what_is_not_said(tmp_path: Path) -> None:
         ({"optim": {"mode": "wd_free"}}, "weight_decay must be positive"),
         ({"model": {"norm": "lp"}}, "model.p"),
         ({"model": {"constant": "precise"}}, "model.constant"),
+        ({"model": {"norm_input_scale": 100}}, "model.norm_input_scale must be a power of two from .*, got 100.0"),
+        ({"model": {"norm_input_scale": -2}}, "model.norm_input_scale must be a power of two"),
+        ({"model": {"norm_input_scale": 2.0**33}}, "model.norm_input_scale must be a power of two"),
+        ({"model": {"norm_input_scale": math.inf}}, "model.norm_input_scale must be a power of two"),
+        ({"model": {"norm_input_scale": 2, "weight_norm": "wn"}}, "1 where no batch norm divides by a scale, got 2.0"),
+        ({"model": {"norm_input_scale": 2, "norm": "mean_only"}}, "1 where no batch norm divides"),
+        ({"model": {"norm_input_scale": 2, "name": "lstm"}, "data": {"name": "numbers"}}, "1 where no batch norm"),
         ({"model": {"name": "lstm"}}, "a model for images"),
         ({"model": {"activation": "trelu", "name": "resnet8"}}, "model.name must be small_cnn or vgg11"),
         ({"data": {"augment": "mirror"}}, "data.augment"),
@@ -108,6 +116,8 @@ def test_hash_sees_what_decides_the_numbers() -> None:
     assert config_hash(same) == config_hash(base)
     others = {config_hash(apply_overrides(base, [o])) for o in ("seed=1", "optim.lr=.2", "runtime.compile=compile")}
     assert len(others | {config_hash(base)}) == 4
+    assert config_hash(base) == "cffc865ea81e"  # of the published runs: a younger setting counts only where it is used
+    assert config_hash(apply_overrides(base, ["model.norm_input_scale=2"])) not in others | {config_hash(base)}
     text = from_dict({"data": {"name": "numbers"}, "model": {"name": "lstm"}})
     hashes = [config_hash(apply_overrides(text, [f"runtime.compile={c}"])) for c in ("none", "cudagraph", "compile")]
     assert hashes[0] == hashes[1] != hashes[2]  # runs of text from before there were graphs for them stay valid

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from normmatters import precision
 from normmatters.lab.config import ModelConfig
 from normmatters.lab.models import build_image_model, build_text_model
 from normmatters.lab.norms import ChannelBias, NormFactory, norm_factory
@@ -173,3 +174,61 @@ def test_wrong_sizes_are_refused() -> None:
         build_text_model(ModelConfig("lstm", d_model=15), 10, 5)
     assert norm_factory(ModelConfig(weight_norm="wn", norm="l1")).name == "mean_only"
     assert norm_factory(ModelConfig(weight_norm="wn", norm="none")).name == "none"
+
+
+def _trained(norm: str, scale: float, steps: int = 3) -> tuple[list[Tensor], dict[str, Tensor], Tensor]:
+    """Losses, state and evaluated output after a few steps with the norms' inputs times ``scale``."""
+    torch.manual_seed(0)
+    config = ModelConfig("resnet8", norm=norm, width=0.25, norm_input_scale=scale)  # type: ignore[arg-type]
+    model = build_image_model(config, channels=1, classes=4, size=8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-2)
+    losses = []
+    for _ in range(steps):
+        x, y = torch.randn(6, 1, 8, 8), torch.randint(0, 4, (6,))
+        loss = nn.functional.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses, model.state_dict(), model.eval()(x).detach()
+
+
+@pytest.mark.parametrize("norm", ["l1", "l2", "native", "linf", "range"])
+def test_other_units_change_nothing_in_float32(norm: str) -> None:
+    """Bit for bit: eps and the running statistics are in the units of the norm's input."""
+    losses, state, output = _trained(norm, 1.0)
+    for scale in (128.0, 2.0**-16):
+        others, other_state, other_output = _trained(norm, scale)
+        assert losses == others
+        assert torch.equal(output, other_output)
+        for key, value in state.items():
+            units = scale if key.endswith("running_mean") else scale**2 if key.endswith("running_var") else 1
+            assert torch.equal(other_state[key], value * units), key
+
+
+def test_fp16_has_room_for_l1_in_units_in_which_l2_leaves_its_range() -> None:
+    torch.manual_seed(1)
+    x = torch.randn(32, 4, 8, 8)
+
+    def normalized(name: str, scale: float, accumulate: str) -> tuple[Tensor, Tensor]:
+        norm, leaf = NormFactory(name, input_scale=scale).batch_norm(4), x.clone().requires_grad_()
+        with precision.arithmetic("fp16", accumulate=accumulate):
+            y = norm(leaf)
+        torch.manual_seed(2)
+        (gradient,) = torch.autograd.grad(y, leaf, torch.randn_like(y) / 64)  # times 2^16 it still fits
+        return y.detach(), gradient
+
+    for accumulate in ("fp16", "fp32"):
+        for name in ("l1", "l2"):
+            y, gradient = normalized(name, 1.0, accumulate)
+            torch.testing.assert_close(y, NormFactory(name).batch_norm(4)(x), rtol=0, atol=0.01)
+            for scale in (128.0, 2.0**-16):
+                other, other_gradient = normalized(name, scale, accumulate)
+                if name == "l1":
+                    torch.testing.assert_close(other, y, rtol=0, atol=0.02)
+                    # not element by element: a deviation that rounds to zero has no sign
+                    assert (other_gradient - gradient).norm() < 5e-3 * gradient.norm()
+                elif scale > 1:  # divided by infinity: no output, no gradient
+                    assert other.count_nonzero() == other_gradient.count_nonzero() == 0
+                else:  # divided by a variance that is zero, or by what is left of it
+                    assert not (other - y).abs().max() < 1

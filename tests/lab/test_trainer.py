@@ -20,7 +20,7 @@ from normmatters.lab.data import load_data
 from normmatters.lab.models import build_model
 from normmatters.lab.objective import Classification
 from normmatters.lab.regimes import build_regime, find_invariant, lr_factor
-from normmatters.lab.runlog import RunError, read_json
+from normmatters.lab.runlog import RunError, RunResult, read_json
 from normmatters.lab.trainer import train
 from normmatters.optim.recording import Recording
 
@@ -165,6 +165,30 @@ def test_low_precision_trains_alike(tmp_path: Path, precision: dict[str, str]) -
     low = train(small_run(optim={"epochs": 2}, precision=precision), tmp_path / "low").metrics
     assert low["train_loss"] != full["train_loss"]
     assert low["train_loss"] == pytest.approx(full["train_loss"], rel=0.15)
+
+
+@pytest.mark.parametrize("scale", [128.0, 2.0**-16])
+def test_units_decide_whether_l2_trains_in_fp16(tmp_path: Path, scale: float) -> None:
+    """In fp32 they change nothing, and L1 in fp16 does not mind."""
+
+    def run(norm: str, scale: float, accumulate: str | None) -> RunResult:
+        model = {"norm": norm, "norm_input_scale": scale}
+        precision = {"arithmetic": "fp16", "accumulate": accumulate} if accumulate else {}
+        return train(
+            small_run(optim={"epochs": 1}, model=model, precision=precision), tmp_path / f"{norm}_{accumulate}_{scale}"
+        )
+
+    def loss(*setting: Any) -> float:
+        return run(*setting).metrics["train_loss"]  # type: ignore[no-any-return]
+
+    for norm in ("l1", "l2"):
+        assert loss(norm, scale, None) == loss(norm, 1.0, None)
+    assert loss("l1", scale, "fp16") == pytest.approx(loss("l1", 1.0, None), rel=0.15)
+    for accumulate in ("fp16", "fp32"):
+        if scale > 1:  # every norm divides by infinity: only the classifier's bias is left
+            assert loss("l2", scale, accumulate) > 0.95 * math.log(10)
+        else:  # it divides by zero
+            assert run("l2", scale, accumulate).status == "nan"
 
 
 def test_fp16_with_a_scaler_and_clipping(tmp_path: Path) -> None:

@@ -13,20 +13,23 @@ from normmatters.nn.activations import TReLU
 from normmatters.nn.batchnorm import LpBatchNorm2d, MeanOnlyBatchNorm2d
 from normmatters.nn.layernorm import LpLayerNorm
 
+_EPS = 1e-5  # torch's
 _P: dict[str, float | str] = {"l1": 1, "l2": 2, "linf": math.inf, "topk": math.inf, "range": "range"}
 
 
 class NormAct(nn.Module):
-    """``act(norm(x) + residual)``: one fused operation where the norm is ours, plain modules where it is native.
+    """``act(norm(scale·x) + residual)``: one fused operation where the norm is ours, plain modules where it is native.
 
     The norm's state is at ``norm.*`` in both cases, so checkpoints move between them.
     """
 
-    def __init__(self, norm: nn.Module, act: nn.Module | None, fused: bool) -> None:
+    def __init__(self, norm: nn.Module, act: nn.Module | None, fused: bool, scale: float = 1.0) -> None:
         super().__init__()
-        self.norm, self.act, self.fused = norm, act, fused
+        self.norm, self.act, self.fused, self.scale = norm, act, fused, scale
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        if self.scale != 1:
+            x = x * self.scale
         if self.fused:
             fused: Tensor = self.norm(x) if residual is None else self.norm(x, residual=residual)
             return fused
@@ -42,6 +45,10 @@ class NormFactory:
 
     ``name``: "native" (torch.nn's), "l1", "l2", "lp" (with ``p``), "linf", "topk" (with ``k``), "range", "mean_only",
     "none" (a bias a channel). ``layer_norm``: "l2" (torch.nn's), "l1" or "none".
+
+    ``input_scale``: what a batch norm's input is multiplied with, a power of two. The norm's eps and the running
+    variance that it starts from are in the same units, so in exact arithmetic, and in float32 to the bit, nothing else
+    changes; in fp16 it decides what over- and underflows.
     """
 
     name: str = "l2"
@@ -52,6 +59,7 @@ class NormFactory:
     fuse: bool = True
     activation: str = "relu"
     layer: str = "l2"
+    input_scale: float = 1.0
 
     @property
     def rescales(self) -> bool:
@@ -62,18 +70,23 @@ class NormFactory:
         """Over (N, C, H, W); with ``act`` followed by the activation (after the residual)."""
         activation = None if not act else TReLU() if self.activation == "trelu" else nn.ReLU(inplace=True)
         fused_act = "relu" if self.fuse and isinstance(activation, nn.ReLU) else None
-        if self.name == "native":
-            return NormAct(nn.BatchNorm2d(channels), activation, fused=False)
         if self.name == "none":
             return NormAct(ChannelBias(channels), activation, fused=False)
-        if self.name == "mean_only":
-            norm: nn.Module = MeanOnlyBatchNorm2d(channels, act=fused_act)
+        eps = _EPS * self.input_scale**2
+        norm: nn.Module
+        if self.name == "native":
+            norm = nn.BatchNorm2d(channels, eps)
+        elif self.name == "mean_only":
+            norm = MeanOnlyBatchNorm2d(channels, act=fused_act)
         else:
             p = self.p if self.name == "lp" else _P[self.name]
             assert p is not None  # the config checks it
             k = self.k if self.name == "topk" else None
-            norm = LpBatchNorm2d(channels, p, k=k, constant=self.constant, act=fused_act, memory=self.memory)
-        return NormAct(norm, activation, fused=self.fuse and (activation is None or fused_act is not None))
+            norm = LpBatchNorm2d(channels, p, eps, k=k, constant=self.constant, act=fused_act, memory=self.memory)
+        if self.input_scale != 1:
+            norm.running_var.fill_(self.input_scale**2)  # type: ignore[operator, union-attr]
+        fused = self.name != "native" and self.fuse and (activation is None or fused_act is not None)
+        return NormAct(norm, activation, fused, self.input_scale)
 
     def layer_norm(self, features: int) -> nn.Module:
         """Over the last dimension (F10)."""
@@ -104,4 +117,5 @@ def norm_factory(config: ModelConfig) -> NormFactory:
         fuse=config.fuse,
         activation=config.activation,
         layer=config.layer_norm,
+        input_scale=config.norm_input_scale,
     )
