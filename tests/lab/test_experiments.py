@@ -108,6 +108,38 @@ def test_cells_beyond_the_paper_stay_out_of_the_demo(tmp_path: Path) -> None:
     assert "lean/resnet56_l1_lean" in {job.id for job in plan(["lean"], "short", tmp_path)}
 
 
+def test_each_pair_of_l1s_gap_differs_in_its_norm_alone() -> None:
+    for preset in ("short", "cifar", "full"):
+        for change in ("", "_fp32", "_warmup", "_silent", "_resnet20"):
+            one, two = (load_cell(f"l1_gap/{norm}{change}").config(preset) for norm in ("l1", "l2"))
+            assert (one.model.norm, two.model.norm) == ("l1", "l2")
+            assert replace(one.model, norm="l2") == two.model
+            assert (one.data, one.optim, one.precision, one.runtime) == (
+                two.data,
+                two.optim,
+                two.precision,
+                two.runtime,
+            )
+    l2 = load_cell("l1_gap/l2").config("short")
+    changed = {name: load_cell(f"l1_gap/l2_{name}").config("short") for name in ("fp32", "warmup", "silent", "louder")}
+    fp32 = changed["fp32"].precision
+    assert (l2.precision.amp, fp32.amp, fp32.tf32) == ("bf16", "none", False)
+    assert replace(changed["warmup"].optim, warmup_steps=0) == l2.optim
+    assert replace(changed["silent"].model, zero_init_residual=False) == l2.model
+    assert replace(changed["louder"].model, constant="exact") == l2.model
+    assert changed["louder"].model.constant == 1 / load_cell("l1_gap/l1_quieter").config("short").model.constant  # type: ignore[operator]
+
+
+def test_rules_about_the_training_loss_name_what_they_compare() -> None:
+    rules = {claim.a: claim.rule_text for claim in CLAIMS if claim.rule == "follows"}
+    assert rules["fig1/corrected"].startswith(
+        "training loss over all epochs at most half as far (log scale) from WD on's"
+    )
+    assert "as WD off's is; a rule changed" in rules["fig1/corrected"]
+    assert rules["l1_gap/l1_quieter"].endswith("from L2's as L1's is")
+    assert rules["l1_gap/l2_louder"].endswith("from L1's as L2's is")
+
+
 def test_the_paper_has_no_number_for_what_is_ours() -> None:
     assert [cell.id for cell in load_cells() if "(ours)" in cell.label and cell.paper.value is not None] == []
 

@@ -141,7 +141,7 @@ def _follows(claim: Claim, a: Result, b: Result, c: Result | None) -> Verdict:
     here, other = _gap(a, b), _gap(c, b)
     if here is None or other is None:
         return Verdict(claim, "open", "no common epochs")
-    text = f"training loss apart by ×{math.exp(here):.2f}, WD off by ×{math.exp(other):.2f}"
+    text = f"training loss apart by ×{math.exp(here):.2f}, {c.cell.label} by ×{math.exp(other):.2f}"
     return Verdict(claim, "holds" if here <= other / 2 else "fails", text)
 
 
