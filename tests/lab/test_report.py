@@ -117,8 +117,20 @@ def test_following_is_judged_over_the_whole_course(tmp_path: Path) -> None:
     write_run(tmp_path, "fig1/wd_off", final=0.9, speed=1)
     write_run(tmp_path, "fig1/corrected", final=0.9, speed=1.9)
     write_run(tmp_path, "fig1/norm_schedule", final=0.9, speed=1.05)
-    verdicts = {v.claim.a: v.verdict for v in judge_all(collect([tmp_path])) if v.claim.rule == "follows"}
-    assert verdicts == {"fig1/corrected": "holds", "fig1/norm_schedule": "fails"}
+    found = {v.claim.a: v for v in judge_all(collect([tmp_path])) if v.claim.rule == "follows"}
+    assert {a: v.verdict for a, v in found.items()} == {"fig1/corrected": "holds", "fig1/norm_schedule": "fails"}
+    assert ", WD off by ×" in found["fig1/corrected"].measured
+
+
+def test_l1s_gap_is_judged_from_the_runs_of_other_figures(tmp_path: Path) -> None:
+    write_run(tmp_path, "table1/resnet56_bn", preset="short", final=0.9, speed=2)
+    write_run(tmp_path, "supp1/resnet56_with_c", preset="short", final=0.9, speed=1)
+    write_run(tmp_path, "l1_gap/l1_quieter", preset="short", final=0.9, speed=1.9)
+    write_run(tmp_path, "l1_gap/l2_louder", preset="short", final=0.9, speed=1.9)
+    found = {v.claim.a: v for v in judge_all(collect([tmp_path])) if v.claim.rule == "follows"}
+    assert {a: v.verdict for a, v in found.items()} == {"l1_gap/l1_quieter": "holds", "l1_gap/l2_louder": "fails"}
+    assert ", L1 by ×" in found["l1_gap/l1_quieter"].measured
+    assert ", L2 by ×" in found["l1_gap/l2_louder"].measured
 
 
 @pytest.mark.parametrize("preset", ["quick", "cifar"])
