@@ -26,6 +26,17 @@ def net(width=3, kind="plain"):
     assert kind in ("plain", "wide")
     return nn.Sequential(nn.Linear(4, width, bias=False), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 2))
 
+class Keywords(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = net()
+
+    def forward(self, input, scale):
+        return self.net(input) * scale.mean()
+
+def keywords():
+    return Keywords()
+
 def tokens():
     return nn.Sequential(nn.Embedding(11, 4), nn.LayerNorm(4), nn.Linear(4, 2))
 
@@ -135,6 +146,9 @@ def test_a_file_with_code_is_not_run(tmp_path: Path) -> None:
         (["patients:net", "--input", "8,x"], "--input must be sizes"),
         (["patients:net", "--input", "0,4"], "--input must be sizes"),
         (["patients:net", "--tokens", "5"], "give its shape too"),
+        (["patients:net", "--input", "absent.pt"], "no such file"),
+        (["patients:net", "--input", "list.pt"], "must hold a tensor, or a list or dict of tensors"),
+        (["patients:net", "--input", "other.pt", "--tokens", "5"], "give its shape too"),
         (["patients:net", "--dtype", "int8"], "--dtype must be one of"),
         (["patients:net", "--lr", "-1"], "lr"),
         (["patients:net", "--norm", "l7"], "norm must be one of"),
@@ -156,6 +170,24 @@ def test_an_error_is_one_line(doctor: Doctor, tmp_path: Path, words: list[str], 
     assert err.startswith("Error: ")
     assert err.count("\n") == 1
     assert message in err
+
+
+@pytest.mark.parametrize("kind", ["tensor.pt", "list.pt", "keywords.pt", "one.safetensors"])
+def test_a_batch_of_data_gives_tails(doctor: Doctor, tmp_path: Path, kind: str) -> None:
+    x = torch.randn(50, 4).pow(5)
+    if kind == "one.safetensors":
+        save_file({"whatever": x}, tmp_path / kind)
+    else:
+        torch.save({"tensor.pt": x, "list.pt": [x], "keywords.pt": {"input": x, "scale": x[:1]}}[kind], tmp_path / kind)
+    model = "patients:keywords" if kind == "keywords.pt" else "patients:net"
+    code, out, err = doctor(model, "--input", kind, "--json", "--quick")
+    assert code == 0, err
+    (norm,) = json.loads(out)["norms"]
+    assert norm["input"] == [50, 3]
+    assert norm["tails"]["median"] > 1.1
+    code, out, err = doctor("patients:net", "--input", "50,4", "--quick")  # noise: it would say nothing
+    assert code == 0, err
+    assert "tails" not in out
 
 
 def test_a_module_that_is_there_already(doctor: Doctor) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 import normmatters as nm
 from markdown_pages import ROOT, links, name, read
-from normmatters.lab.paper import CLAIMS
+from normmatters.lab.claims import CLAIMS
 
 DOCS = ROOT / "docs"
 README = read(ROOT / "README.md")

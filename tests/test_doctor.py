@@ -15,6 +15,7 @@ import normmatters as nm
 from models import ResNet, batch
 from normmatters.doctor import Spread, diagnose
 from normmatters.kernels import dispatch
+from normmatters.tails import tails
 
 
 def small() -> nn.Sequential:
@@ -169,6 +170,31 @@ def test_it_prints_and_is_plain_data() -> None:
     assert "convert would replace 1 of 2 norms and fuse 1 with" in text
     still = diagnose(model, weight_decay=0.0)
     assert "rad a step" not in str(still)
+
+
+def test_tails_are_measured_where_asked() -> None:
+    model, x = small(), torch.randn(16, 3, 6, 6).pow(5)
+    assert all(n.tails is None for n in diagnose(model, x, invariance=False).norms)
+    found = diagnose(model, x, invariance=False, tails=True)
+    with torch.no_grad():
+        after_conv = model[0](x)
+    ratio = tails(after_conv, [0, 2, 3])
+    assert found.norms[0].tails == pytest.approx(Spread.of(ratio))
+    assert ratio.median() > 1.1
+    assert found.norms[1].tails is not None  # the layer norm's, a token
+    assert f"{ratio.median().item():.3g}" in str(found).splitlines()[2]
+    heaviest = max(found.norms, key=lambda n: n.tails.median)  # type: ignore[union-attr]
+    assert f"Tails are heaviest in {heaviest.name}:" in str(found)
+    assert found.as_dict()["norms"][0]["tails"]["median"] == pytest.approx(ratio.median().item())
+    plain = diagnose(nn.BatchNorm1d(4), torch.special.ndtri(torch.rand(4000, 4)), tails=True)
+    assert plain.norms[0].tails is not None
+    assert "Tails" not in str(plain)
+
+
+def test_tails_that_cannot_be_measured_are_said() -> None:
+    found = diagnose(small(), torch.randn(4, 3, 7, 7), invariance=False, tails=True)  # the classifier wants 6 × 6
+    assert any(note.startswith("tails were not measured: RuntimeError") for note in found.notes)
+    assert all(n.tails is None for n in found.norms)
 
 
 def test_wrong_arguments_are_refused() -> None:

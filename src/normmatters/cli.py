@@ -95,7 +95,8 @@ def reproduce(
         list[str],
         typer.Argument(
             metavar="NAME...",
-            help="fig1 fig2 fig3 fig4 supp1 supp2 table1 table2 lp_weight_norm speed lean resnet56_norms, or all.",
+            help="fig1 fig2 fig3 fig4 supp1 supp2 table1 table2 lp_weight_norm speed l1_gap lean resnet56_norms, "
+            "or all.",
         ),
     ],
     preset: Annotated[

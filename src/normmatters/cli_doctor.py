@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["doctor"]
 
 _DTYPES = ("float32", "float16", "bfloat16")
+_FILES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 # Where training programs put the state_dict in what they save.
 _HOMES = ("state_dict", "model", "model_state_dict", "net", "module")
 
@@ -43,7 +44,12 @@ def doctor(
     ] = None,
     weights: Annotated[Path | None, typer.Option(help="A checkpoint to load into the model.")] = None,
     shape: Annotated[
-        str | None, typer.Option("--input", metavar="N,...", help="Shape of a training batch, such as 8,3,32,32.")
+        str | None,
+        typer.Option(
+            "--input",
+            metavar="N,...",
+            help="Shape of a training batch, such as 8,3,32,32; or a .safetensors or .pt file with one, for the tails.",
+        ),
     ] = None,
     tokens: Annotated[
         int | None, typer.Option(min=1, help="The input holds token numbers below this, not real numbers.")
@@ -63,6 +69,7 @@ def doctor(
 
       normmatters doctor torchvision.models:resnet50 --input 256,3,224,224 --dtype float16 --quick
       normmatters doctor my_package.nets:Net --set width=2 --input 8,3,32,32 --lr 0.1 --wd 5e-4
+      normmatters doctor my_package.nets:Net --weights trained.pt --input batch.safetensors
       normmatters doctor checkpoint.safetensors --lr 0.1
     """
     from normmatters.optim import Recipe
@@ -70,7 +77,8 @@ def doctor(
     Recipe(lr, wd, momentum)  # a wrong number is told before a large model is built
     if dtype is not None and dtype not in _DTYPES:
         raise ValueError(f"--dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
-    size = None if shape is None else _shape(shape)
+    batch = Path(shape) if shape is not None and Path(shape).suffix in _FILES else None
+    size = None if shape is None or batch is not None else _shape(shape)
     if tokens is not None and size is None:
         raise ValueError("--tokens says what the input holds: give its shape too, with --input")
     # Made before the model, which may take long: every import and option has been checked when it is built.
@@ -78,8 +86,10 @@ def doctor(
 
     from normmatters.doctor import diagnose
 
-    example = None
-    if size is not None:
+    example: Any = None
+    if batch is not None:
+        example = load_batch(batch)
+    elif size is not None:
         example = torch.randn(size) if tokens is None else torch.randint(tokens, size)
     found = diagnose(
         _model(model, sets or (), weights),
@@ -91,6 +101,7 @@ def doctor(
         layer_norm=None if layer_norm is None else _number(layer_norm),
         dtype=None if dtype is None else getattr(torch, dtype),
         invariance=not quick,
+        tails=batch is not None,
     )
     if as_json:
         print(json.dumps(found.as_dict(), indent=2, ensure_ascii=False))
@@ -118,7 +129,7 @@ def _number(text: str) -> str | float:
 def _model(name: str, sets: Sequence[str], weights: Path | None) -> nn.Module | Mapping[str, Tensor]:
     """The module that ``package.module:name`` gives, or the state_dict of a checkpoint."""
     path, colon, attribute = name.rpartition(":")
-    if Path(name).suffix in (".safetensors", ".pt", ".pth", ".bin", ".ckpt"):
+    if Path(name).suffix in _FILES:
         if sets or weights is not None:
             raise ValueError("--set and --weights need a model, package.module:name, not a checkpoint alone")
         return load_state_dict(Path(name))
@@ -179,6 +190,34 @@ def load_state_dict(path: Path) -> Mapping[str, Tensor]:
         path: a ``.safetensors`` file, or one written by ``torch.save`` that holds tensors and plain containers: the
             state_dict itself, or a dict with it under a usual name.
     """
+    import torch
+
+    state = _load(path)
+    candidates = [state, *(state[home] for home in _HOMES if home in state)] if isinstance(state, Mapping) else []
+    for candidate in candidates:
+        if isinstance(candidate, Mapping) and any(isinstance(value, torch.Tensor) for value in candidate.values()):
+            return candidate
+    raise ValueError(f"{path} holds no state_dict, neither itself nor under {', '.join(_HOMES)}")
+
+
+def load_batch(path: Path) -> Any:
+    """A model's input from a file: a tensor, a list of positional or a dict of keyword arguments, as it was saved.
+
+    One tensor under whatever name, which is all that safetensors can say, is the tensor.
+    """
+    import torch
+
+    batch = _load(path)
+    if isinstance(batch, Mapping) and len(batch) == 1:
+        batch = next(iter(batch.values()))
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else [batch]
+    if not parts or not all(isinstance(part, torch.Tensor) for part in parts):
+        raise ValueError(f"{path} must hold a tensor, or a list or dict of tensors, to be an input")
+    return batch
+
+
+def _load(path: Path) -> Any:
+    """What a file holds: tensors and plain containers; nothing in it is executed."""
     if not path.is_file():
         raise ValueError(f"no such file: {path}")
     if path.suffix == ".safetensors":
@@ -194,16 +233,11 @@ def load_state_dict(path: Path) -> Mapping[str, Tensor]:
     import torch
 
     try:
-        state: Any = torch.load(path, map_location="cpu", weights_only=True)
+        return torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         raise ValueError(
             f"{path} cannot be read as tensors and plain containers: {str(error).splitlines()[0]}"
         ) from None
-    candidates = [state, *(state[home] for home in _HOMES if home in state)] if isinstance(state, Mapping) else []
-    for candidate in candidates:
-        if isinstance(candidate, Mapping) and any(isinstance(value, torch.Tensor) for value in candidate.values()):
-            return candidate
-    raise ValueError(f"{path} holds no state_dict, neither itself nor under {', '.join(_HOMES)}")
 
 
 def _print(found: Diagnosis) -> None:

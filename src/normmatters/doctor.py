@@ -21,12 +21,16 @@ from normmatters.optim import Recipe, channel_norms, scale_invariant_parameters,
 from normmatters.optim._probe import unwrap
 from normmatters.optim._rows import plain_name, resolve
 from normmatters.saved_bytes import Ghosts, Kept
+from normmatters.tails import measure_tails
 from normmatters.weight_norm import BoundedWeight, ClassicWeight
 
 __all__ = ["Diagnosis", "Kept", "NormLayer", "Spread", "Table", "Weight", "diagnose"]
 
 #: The invariance test computes in float64, and a few samples tell as much as many.
 _PROBE_BATCH = 8
+
+#: Tails worth a line: what a step or two of γ does not take up.
+_HEAVY = 1.1
 
 _NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
 _WEIGHT_NORMS = (BoundedWeight, ClassicWeight, nn.utils.parametrizations._WeightNorm)
@@ -37,7 +41,8 @@ class NormLayer(NamedTuple):
 
     ``becomes`` is the class that would take its place, None where it would stay; ``fused`` is ``""``, ``"relu"``,
     ``"add + relu"`` or ``"relu + max pool"``; ``note`` says why if that is not all one could wish for.
-    ``input`` is the shape that came in.
+    ``input`` is the shape that came in, ``tails`` σ ÷ C·mean|S| of it, a channel or a token: the factor by which an L1
+    norm's output is larger than an L2 norm's (see :mod:`normmatters.tails`).
 
     >>> NormLayer("bn", "BatchNorm2d", becomes="L1BatchNorm2d", fused="relu").becomes
     'L1BatchNorm2d'
@@ -50,6 +55,7 @@ class NormLayer(NamedTuple):
     note: str = ""
     input: tuple[int, ...] | None = None
     kept: Kept | None = None
+    tails: Spread | None = None
 
 
 class Spread(NamedTuple):
@@ -140,6 +146,7 @@ class Diagnosis:
                 n.becomes or "(kept)",
                 n.fused or "-",
                 *_sizes(n.kept),
+                _spread(n.tails),
                 n.note,
             )
             for n in self.norms
@@ -148,8 +155,9 @@ class Diagnosis:
             (w.name, _shape(w.shape), w.invariant or "not tested", _spread(w.length), _spread(w.step))
             for w in self.weights
         ]
+        columns = ("layer", "norm", "input", "convert", "fused", "keeps", "exact", "lean", "tails", "note")
         return [
-            Table("Norms", ("layer", "norm", "input", "convert", "fused", "keeps", "exact", "lean", "note"), norms),
+            Table("Norms", columns, norms),
             Table("Weights", ("weight", "shape", "scale invariant", "‖w‖", "η/‖w‖²"), weights),
         ]
 
@@ -168,6 +176,13 @@ class Diagnosis:
             ]
             now = f"A forward pass keeps {_bytes(self.kept.now)} for the backward pass"
             lines.append(f"{now}; converted, on a GPU, {', '.join(after)}." if after else f"{now}.")
+        heavy = [(n.tails.median, n.name) for n in self.norms if n.tails is not None]
+        if heavy and max(heavy)[0] >= _HEAVY:
+            ratio, name = max(heavy)
+            lines.append(
+                f"Tails are heaviest in {name or 'the model'}: an L1 norm's output there is {ratio:.3g} times an L2 "
+                "norm's, in the median. A converted layer starts that much louder."
+            )
         tested = [w for w in self.weights if w.invariant is not None]
         if tested:
             steps = sum(w.step is not None for w in tested)
@@ -243,6 +258,7 @@ def diagnose(
     layer_norm: str | float | None = None,
     dtype: torch.dtype | None = None,
     invariance: bool = True,
+    tails: bool = False,
 ) -> Diagnosis:
     """Look at a model's norms and weights; the model, its gradients and statistics stay as they are.
 
@@ -255,6 +271,8 @@ def diagnose(
         norm, layer_norm: what ``convert`` would be asked for.
         dtype: of the activations, such as ``torch.float16`` for training under autocast; None is the model's own.
         invariance: test which weights are scale invariant: a few passes in float64, seconds for a large model.
+        tails: measure how heavy the tails are of what the norms get, in one forward pass of all of ``example_input``,
+            which should be real data: noise says nothing about them.
 
     Returns:
         Prints as tables; see :class:`Diagnosis`.
@@ -293,6 +311,12 @@ def diagnose(
                 notes.append(f"memory after convert was not measured: {dispatch._TRITON_MISSING}")
         except Exception as error:  # whatever the model's own code raises
             notes.append(f"memory was not measured: {_first_line(error)}")
+    measured: dict[str, Spread] = {}
+    if tails and example_input is not None:
+        try:
+            measured = {name: Spread.of(ratios) for name, ratios in measure_tails(model, example_input).items()}
+        except Exception as error:  # whatever the model's own code raises
+            notes.append(f"tails were not measured: {_first_line(error)}")
     changes = {change.name: change for change in report.changes}
     norms = []
     for name, kind in _norms(model):
@@ -301,7 +325,8 @@ def diagnose(
         plan = (
             {"note": left} if change is None else {"becomes": change.after, "fused": change.fused, "note": change.note}
         )
-        norms.append(NormLayer(name, kind, **plan, input=inputs.get(name), kept=kept.get(name)))  # type: ignore[arg-type]
+        seen: Any = {"input": inputs.get(name), "kept": kept.get(name), "tails": measured.get(name)}
+        norms.append(NormLayer(name, kind, **plan, **seen))  # type: ignore[arg-type]
     weights = _weights(model, example_input if invariance else None, lr, notes)
     return Diagnosis(tuple(norms), weights, recipe, total, tuple(notes))
 

@@ -10,11 +10,12 @@ import torch
 from torch.nn.utils.parametrize import is_parametrized
 
 from normmatters.lab import experiments
+from normmatters.lab.claims import CLAIMS
 from normmatters.lab.data import USUAL_FOLDER
 from normmatters.lab.data.numerals import LIMIT, english, german, splits
 from normmatters.lab.experiments import PRESETS, load_cell, load_cells, load_file
 from normmatters.lab.models import build_image_model
-from normmatters.lab.paper import CLAIMS, EXPERIMENTS
+from normmatters.lab.paper import EXPERIMENTS
 from normmatters.lab.reproduce import plan
 
 
@@ -106,6 +107,34 @@ def test_cells_beyond_the_paper_stay_out_of_the_demo(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no cell of lean is run at the preset quick"):
         plan(["lean"], "quick", tmp_path)
     assert "lean/resnet56_l1_lean" in {job.id for job in plan(["lean"], "short", tmp_path)}
+
+
+def test_each_pair_of_l1s_gap_differs_in_its_norm_alone() -> None:
+    for preset in ("short", "cifar", "full"):
+        for change in ("", "_fp32", "_silent"):
+            one, two = (load_cell(f"l1_gap/{norm}{change}").config(preset) for norm in ("l1", "l2"))
+            assert (one.model.norm, two.model.norm) == ("l1", "l2")
+            assert replace(one.model, norm="l2") == two.model
+            assert (one.data, one.optim, one.precision, one.runtime) == (
+                two.data,
+                two.optim,
+                two.precision,
+                two.runtime,
+            )
+    l2 = load_cell("l1_gap/l2").config("short")
+    changed = {name: load_cell(f"l1_gap/l2_{name}").config("short") for name in ("fp32", "silent")}
+    fp32 = changed["fp32"].precision
+    assert (l2.precision.amp, fp32.amp, fp32.tf32) == ("bf16", "none", False)
+    assert replace(changed["silent"].model, zero_init_residual=False) == l2.model
+
+
+def test_rules_about_the_training_loss_name_what_they_compare() -> None:
+    rules = {claim.a: claim.rule_text for claim in CLAIMS if claim.rule == "follows"}
+    assert rules["fig1/corrected"].startswith(
+        "training loss over all epochs at most half as far (log scale) from WD on's"
+    )
+    assert "as WD off's is; a rule changed" in rules["fig1/corrected"]
+    assert rules["l1_gap/l1_quieter"].endswith("from L2's as L1's is")
 
 
 def test_the_paper_has_no_number_for_what_is_ours() -> None:

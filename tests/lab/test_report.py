@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from synthetic_runs import write_all, write_run
 
-from normmatters.lab.paper import CLAIMS, Claim
+from normmatters.lab.claims import CLAIMS, Claim
 from normmatters.lab.report import collect, judge_all, write_report
 from normmatters.lab.report.collect import differences
 from normmatters.lab.report.figures import Chart, Series, svg
@@ -117,8 +117,18 @@ def test_following_is_judged_over_the_whole_course(tmp_path: Path) -> None:
     write_run(tmp_path, "fig1/wd_off", final=0.9, speed=1)
     write_run(tmp_path, "fig1/corrected", final=0.9, speed=1.9)
     write_run(tmp_path, "fig1/norm_schedule", final=0.9, speed=1.05)
-    verdicts = {v.claim.a: v.verdict for v in judge_all(collect([tmp_path])) if v.claim.rule == "follows"}
-    assert verdicts == {"fig1/corrected": "holds", "fig1/norm_schedule": "fails"}
+    found = {v.claim.a: v for v in judge_all(collect([tmp_path])) if v.claim.rule == "follows"}
+    assert {a: v.verdict for a, v in found.items()} == {"fig1/corrected": "holds", "fig1/norm_schedule": "fails"}
+    assert ", WD off by ×" in found["fig1/corrected"].measured
+
+
+def test_l1s_gap_is_judged_from_the_runs_of_other_figures(tmp_path: Path) -> None:
+    write_run(tmp_path, "table1/resnet56_bn", preset="short", final=0.9, speed=2)
+    write_run(tmp_path, "supp1/resnet56_with_c", preset="short", final=0.9, speed=1)
+    write_run(tmp_path, "l1_gap/l1_quieter", preset="short", final=0.9, speed=1.9)
+    found = {v.claim.a: v for v in judge_all(collect([tmp_path])) if v.claim.rule == "follows"}
+    assert {a: v.verdict for a, v in found.items()} == {"l1_gap/l1_quieter": "holds"}
+    assert ", L1 by ×" in found["l1_gap/l1_quieter"].measured
 
 
 @pytest.mark.parametrize("preset", ["quick", "cifar"])
@@ -230,7 +240,7 @@ def test_the_page_stands_alone_and_says_the_numbers(tmp_path: Path) -> None:
     assert "normmatters reproduce all" in page
     text = report.markdown.read_text()
     assert f"{ours.mean:.2f} ± {ours.sd:.2f} %" in text
-    assert text.count("## ") == 13  # twelve experiments and what did not finish
+    assert text.count("## ") == 14  # thirteen experiments and what did not finish
     names = {p.name for p in report.figures}
     assert {"fig1-0.svg", "fig1-0.png", "supp2-0.svg"} <= names
     for path in report.figures:

@@ -20,7 +20,7 @@ from normmatters.functional.checks import check_memory
 from normmatters.nn import batchnorm as bn
 from normmatters.nn.batchnorm_act import LpBatchNormAct2d
 from normmatters.nn.layernorm import L1LayerNorm, L1RMSNorm, LpLayerNorm
-from normmatters.nn.layernorm2d import L1LayerNorm2d, LpLayerNorm2d
+from normmatters.nn.layernorm2d import ChannelsFirst, L1LayerNorm2d, LpLayerNorm2d
 from normmatters.nn.sync import SyncLpBatchNorm
 
 _log = logging.getLogger(__name__)
@@ -203,8 +203,8 @@ def _replacement(module: nn.Module, spec: NormSpec, layer_spec: NormSpec | None,
     """What takes the module's place; or why nothing does; or None for a module that is no norm."""
     if isinstance(module, (bn._LpBatchNorm, LpLayerNorm, L1RMSNorm)):
         return "it is one of normmatters already: go back with to_torch first"
-    kind = f"{type(module).__module__}.{type(module).__qualname__}"
-    first = kind in _LAYER_NORMS_2D
+    kind = _qualified(module)
+    first = is_channels_first(module)
     if layer_spec is not None and (type(module) is nn.LayerNorm or kind in _LAYER_NORMS or first):
         made: nn.Module = layer_spec.layer_norm(tuple(module.normalized_shape), first)  # type: ignore[arg-type]
     elif type(module) in TORCH_BATCH_NORMS:
@@ -225,6 +225,15 @@ def _replacement(module: nn.Module, spec: NormSpec, layer_spec: NormSpec | None,
         return "its forward was replaced on the instance"
     carry_over(module, made)
     return made
+
+
+def is_channels_first(layer_norm: nn.Module) -> bool:
+    """Whether a layer norm, ours, timm's or torchvision's, normalizes dimension 1 of (N, C, H, W)."""
+    return isinstance(layer_norm, ChannelsFirst) or _qualified(layer_norm) in _LAYER_NORMS_2D
+
+
+def _qualified(module: nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
 def carry_over(old: nn.Module, new: nn.Module) -> None:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from normmatters.lab import config as _config
+from normmatters.lab.claims import CLAIMS, Claim
 from normmatters.lab.experiments import PRESETS, suggest
-from normmatters.lab.paper import CLAIMS, Claim
 from normmatters.lab.report import Report, collect, write_report
 from normmatters.lab.report.collect import METRICS, PUBLISHED, Result, Run, describe, read_published
 from normmatters.lab.report.html import experiments_of

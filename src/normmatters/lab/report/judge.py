@@ -1,4 +1,4 @@
-"""Does each claim of the paper hold in these runs? The rules are stated in ``normmatters.lab.paper``."""
+"""Does each claim of the paper hold in these runs? The rules are stated in ``normmatters.lab.claims``."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from normmatters.lab.claims import CLAIMS, Claim
 from normmatters.lab.experiments import PRESETS, load_cell
-from normmatters.lab.paper import CLAIMS, Claim
 from normmatters.lab.report.collect import METRICS, Collection, Number, Result
 
 __all__ = ["MARKS", "Kind", "Verdict", "judge", "judge_all", "not_run"]
@@ -141,7 +141,7 @@ def _follows(claim: Claim, a: Result, b: Result, c: Result | None) -> Verdict:
     here, other = _gap(a, b), _gap(c, b)
     if here is None or other is None:
         return Verdict(claim, "open", "no common epochs")
-    text = f"training loss apart by ×{math.exp(here):.2f}, WD off by ×{math.exp(other):.2f}"
+    text = f"training loss apart by ×{math.exp(here):.2f}, {c.cell.label} by ×{math.exp(other):.2f}"
     return Verdict(claim, "holds" if here <= other / 2 else "fails", text)
 
 
