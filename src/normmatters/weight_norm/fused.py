@@ -140,10 +140,6 @@ class _Fusion:
             return
         from normmatters.kernels.weight_norm_ops import Together, bounded_weights_of
 
-        # Before the new weights: as long as the last ones live, so do the nodes that collect v's gradients, and with
-        # them the stream on which they were made. A step that is captured on another one could not be.
-        for layer in self.layers:
-            layer.norm.ready.forget()
         v: list[Any] = [layer.v() for layer in self.layers]
         rho: list[Any] = [layer.norm._buffers["rho"] for layer in self.layers]
         buckets = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -173,8 +169,9 @@ class _Fusion:
             self._put(members, together([v[i] for i in members], [rho[i] for i in members]))
 
     def after(self, model: nn.Module, args: Any, output: Any) -> None:
+        compiling = torch.compiler.is_compiling()
         for layer in self.layers:
-            layer.norm.ready.clear(layer.v())
+            layer.norm.ready.clear(None if compiling else layer.v())
 
     def _groups(self, v: list[Any], rho: list[Any], buckets: bool) -> dict[_Group, list[int]]:
         """Which layers' weights the kernels compute together."""
@@ -208,7 +205,8 @@ def _dtype_for(v: Tensor, low_precision: bool) -> torch.dtype:
 
 def _plain_only(model: nn.Module) -> bool:
     """Whether something is going on that a kernel on addresses cannot take part in."""
-    if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined]
+    # The flag itself: up to torch 2.11, `is_exporting()` is also true inside torch.compile (pytorch/pytorch#176347).
+    if getattr(torch.compiler, "_is_exporting_flag", False) or torch.jit.is_tracing():  # type: ignore[attr-defined]
         return True  # exported programs are to run without this library
     if torch.compiler.is_compiling():
         return False

@@ -87,6 +87,8 @@ class BoundedWeight(nn.Module):
 
     def forward(self, v: Tensor) -> Tensor:
         ready = self.ready.weight_for(v)
+        if ready is None and not torch.compiler.is_compiling():
+            ready = self.ready.again(v, self.rho, self.p)
         return bounded_weight(v, self.rho, dim=self.dim, p=self.p, k=self.k) if ready is None else ready
 
     def right_inverse(self, weight: Tensor) -> Tensor:
