@@ -375,6 +375,18 @@ def test_compiled_in_one_graph(autocast, calls):
         with torch.no_grad():
             for p in model.parameters():
                 p.mul_(1)
+    assert calls == []  # the compiler's own
+
+
+def test_a_compiled_part_takes_the_weights_of_the_pass(calls):
+    torch._dynamo.reset()
+    model, reference = fuse(net()), net()
+    model.body.compile(fullgraph=True, backend="inductor" if DEVICE == "cuda" else "aot_eager")
+    for _ in range(2):
+        same(step(model), step(reference), 1e-5)
+        with torch.no_grad():
+            for p in (*model.parameters(), *reference.parameters()):
+                p.add_(0.01)
     assert calls == ["forward", "backward"] * 2
 
 

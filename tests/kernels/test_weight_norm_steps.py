@@ -96,7 +96,7 @@ def test_nothing_of_a_step_outlives_it(compiled, calls):
         model.zero_grad()
         del loss, node
         assert not any("step" in node.metadata for node in collectors(model))
-    assert calls == ["forward", "backward"] * 4
+    assert calls == ["forward", "backward"] * (1 if compiled else 4)
 
 
 def test_nothing_of_a_pass_without_a_backward_pass_is_left(calls):
@@ -185,17 +185,18 @@ def test_a_step_captured_after_steps_on_the_default_stream(compiled, autocast, c
         return loss.detach()
 
     for i, model in enumerate(models):
-        loss_of(model, autocast).backward()  # never compiled
+        loss_of(model, autocast).backward()  # not compiled, whatever the steps are
         model.zero_grad(set_to_none=True)
         for _ in range(3):
             update(i)
+    calls.clear()
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
         update(0)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
             captured = update(0)
-        assert "forward" in calls
+        assert bool(calls) == (not compiled)
         calls.clear()
         losses = []
         for _ in range(4):

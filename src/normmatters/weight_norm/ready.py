@@ -31,7 +31,7 @@ class ReadyWeight:
         self._weight = weight
 
     def clear(self, v: Tensor | None) -> None:
-        """The forward pass has ended; v is None where the weight norm is no more, and for the compiler."""
+        """The forward pass has ended; v is None where the weight norm is no more."""
         weight, self._weight = self._weight, None
         if weight is not None and v is not None:
             self._dtype = weight.dtype if weight.requires_grad else None
