@@ -33,10 +33,9 @@ def fuse(model: M) -> M:
     On a GPU this takes a few kernels instead of several for each layer, and under autocast the weights of linear and
     convolutional layers come out in the precision they are used in. Values and gradients are those of
     :func:`bounded_weight_norm`; a layer called outside the model's forward pass computes its weight itself, as before.
-    So does every layer inside ``torch.compile``, which makes kernels of its own, and every layer that the kernels cannot
-    take: on a CPU, in float64, Top(k), other p than 1, 2 and ∞, slices
-    along another dimension than 0, sharded weights. Nothing is added to the state dict; copies of the model are fused
-    too, and :func:`remove_weight_norm` works as ever.
+    So does every layer inside ``torch.compile``, which makes kernels of its own, and every one that the kernels cannot
+    take: on a CPU, in float64, Top(k), other p than 1, 2 and ∞, slices along another dimension than 0, sharded weights.
+    Nothing is added to the state dict; copies of the model are fused too, and :func:`remove_weight_norm` works as ever.
 
     The gradients of weights computed together come out together. In distributed training the weights are therefore cut
     into groups of about 25 MB, as ``DistributedDataParallel`` cuts gradients, so that their exchange overlaps with the
