@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+from collections import OrderedDict
 from collections.abc import Sequence
 
 import pytest
@@ -126,6 +127,17 @@ def test_opcheck():
     torch.library.opcheck(
         torch.ops.normmatters.bounded_weights_backward, (flat.detach(), plain, rho, norms, kernels.INF)
     )
+
+
+def test_many_shapes_leave_few_plans(monkeypatch):
+    monkeypatch.setattr(ops, "_plans", OrderedDict())
+    monkeypatch.setattr(ops, "_MAX_PLANS", 3)
+    v, rho = torch.randn(2, 9, device=DEVICE), torch.ones((), device=DEVICE)
+    for n in [*range(2, 10), 2]:
+        (weight,) = ops.bounded_weights_of([v[:, :n].contiguous()], [rho], 1, torch.float32)
+        close(weight, bounded_weight(v[:, :n], 1.0, p=1), 1e-6)
+        assert len(ops._plans) <= 3
+    assert [key[-1] for key in ops._plans] == [((2, 8),), ((2, 9),), ((2, 2),)]
 
 
 def test_gradients_in_any_layout_and_missing_ones():

@@ -16,7 +16,7 @@ from normmatters.kernels.triton.batch_norm_gradient import coefficients_launch
 from normmatters.kernels.triton.batch_norm_plan import MAX_REGISTERS, Affine, affine_of, has_of, overlapping
 from normmatters.kernels.triton.batch_norm_saved import count_dtype
 from normmatters.kernels.triton.coefficients import FROM_INPUT
-from normmatters.kernels.triton.launch import Launch
+from normmatters.kernels.triton.launch import MAX_PLANS, Launch
 from normmatters.kernels.triton.layout import Tiling, View, next_power_of_2
 
 #: Pixels of the input that a window owns.
@@ -61,7 +61,7 @@ def shape_of(x: Tensor) -> Shape:
     return Shape(*map(int, x.shape))
 
 
-@functools.cache
+@functools.lru_cache(MAX_PLANS)
 def tiling_of(shape: Shape, itemsize: int) -> Tiling:
     """Tiles of 16 bytes a thread: neighbouring windows, so that their common pixels come from the cache."""
     num_warps = 4
@@ -103,7 +103,7 @@ class Plan(NamedTuple):
     saved: Saved
 
 
-@functools.cache
+@functools.lru_cache(MAX_PLANS)
 def _plan(shape: Shape, dtype: torch.dtype, affine: Affine, save: bool) -> Plan:
     tiling = tiling_of(shape, dtype.itemsize)
     grid = (-(-shape.channels // tiling.block_c), tiling.splits)

@@ -17,7 +17,7 @@ from normmatters.kernels.triton.batch_norm_plan import (
     is_even,
     overlapping,
 )
-from normmatters.kernels.triton.launch import Launch
+from normmatters.kernels.triton.launch import MAX_PLANS, Launch
 from normmatters.kernels.triton.layout import View, next_power_of_2, tiling_of, view_of
 from normmatters.kernels.triton.twin_gradient import (
     twin_gradient_kernel,
@@ -32,7 +32,7 @@ def code_shape(view: View, *, lean: bool, save: bool) -> tuple[tuple[int, int, i
     return (2, view.code_rows if save else 0, view.cols), torch.int16 if lean else torch.int8
 
 
-@functools.cache
+@functools.lru_cache(MAX_PLANS)
 def _normalize_plan(view: View, dtype: torch.dtype, first: Affine, second: Affine, lean: bool, save: bool) -> Launch:
     tiling = tiling_of(view, dtype.itemsize)
     return overlapping(
@@ -97,7 +97,7 @@ class GradientPlan(NamedTuple):
     scratch: int
 
 
-@functools.cache
+@functools.lru_cache(MAX_PLANS)
 def _gradient_plan(
     view: View, dtype: torch.dtype, first: Affine, second: Affine, lean: bool, linked: bool
 ) -> GradientPlan:
