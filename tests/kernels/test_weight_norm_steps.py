@@ -16,7 +16,7 @@ from normmatters.kernels.triton import weight_norm as kernels
 from normmatters.weight_norm import apply_weight_norm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-BATCH = torch.linspace(-2, 2, 2 * 3 * 36).sin().view(2, 3, 6, 6)
+BATCH = torch.linspace(-2, 2, 2 * 3 * 36).sin().view(2, 3, 6, 6).to(DEVICE)
 
 
 class Net(nn.Module):
@@ -46,7 +46,7 @@ def net(reentrant: bool | None = None, *, fused: bool = True, twice: bool = Fals
 def loss_of(call: Callable[[Tensor], Tensor], autocast: torch.dtype | None = None) -> Tensor:
     # Without its cache, which would keep casts beyond a step that is captured.
     with torch.autocast(DEVICE, autocast or torch.bfloat16, enabled=autocast is not None, cache_enabled=False):
-        return call(BATCH.to(DEVICE)).float().square().sum()
+        return call(BATCH).float().square().sum()
 
 
 def gradients(model: nn.Module) -> list[Tensor]:
@@ -103,7 +103,7 @@ def test_nothing_of_a_pass_without_a_backward_pass_is_left(calls):
     model = net()
     gc.disable()  # no cycle keeps it either
     try:
-        y = model(BATCH.to(DEVICE))
+        y = model(BATCH)
         for node in collectors(model):
             node.metadata["pass"] = True
         del y, node

@@ -1,9 +1,9 @@
-"""Bounded weight norm of many layers: ``torch.ops.normmatters.bounded_weights`` for the compiler, and an eager node.
+"""Bounded weight norm of many layers: an eager node, and ``torch.ops.normmatters.bounded_weights`` for dispatch modes.
 
-The operators speak of one flat buffer, because the outputs of an operator may not share memory;
-:func:`bounded_weights_of` cuts it into weights, and autograd joins their gradients again. In eager mode
-:class:`Together` calls the same kernels from a :class:`torch.autograd.Function`, without the dispatcher's long way to a
-Python operator, and the kernels read the gradients where the layers left them.
+Modes of ``__torch_dispatch__`` (tracers, counters) must see operators. These speak of one flat buffer, because the
+outputs of an operator may not share memory; :func:`bounded_weights_of` cuts it into weights, and autograd joins their
+gradients again. Otherwise :class:`Together` calls the same kernels from a :class:`torch.autograd.Function`, without the
+dispatcher's long way to a Python operator, and the kernels read the gradients where the layers left them.
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ class _Fusion:
         v: list[Any] = [layer.v() for layer in self.layers]
         rho: list[Any] = [layer.norm._buffers["rho"] for layer in self.layers]
         buckets = torch.distributed.is_available() and torch.distributed.is_initialized()
-        if torch._C._len_torch_dispatch_stack() > 0:
+        if torch._C._len_torch_dispatch_stack() > 0:  # a mode watches, which must see operators
             for group, members in self._groups(v, rho, buckets).items():
                 chosen = [v[i] for i in members], [rho[i] for i in members]
                 self._put(members, bounded_weights_of(*chosen, group.p, group.dtype))
