@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from normmatters.kernels import MAX_PLANS
 from normmatters.kernels.triton.batch_norm_plan import (
     MAX_REGISTERS,
     Affine,
@@ -21,7 +22,7 @@ from normmatters.kernels.triton.batch_norm_plan import (
 from normmatters.kernels.triton.batch_norm_saved import code_bits, inverts_output, kept
 from normmatters.kernels.triton.coefficients import FROM_CODE, FROM_INPUT, FROM_OUTPUT, gradient_kernel
 from normmatters.kernels.triton.input_gradient import input_gradient_kernel, scatter_kernel
-from normmatters.kernels.triton.launch import MAX_PLANS, Launch
+from normmatters.kernels.triton.launch import Launch
 from normmatters.kernels.triton.layout import Tiling, View, apply_tiling_of, is_small, next_power_of_2, view_of
 from normmatters.kernels.triton.reduce import reduce_kernel
 from normmatters.kernels.triton.scale import KINDS

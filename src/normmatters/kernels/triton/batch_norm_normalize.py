@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from normmatters.kernels import MAX_PLANS
 from normmatters.kernels.triton.batch_norm_plan import (
     MAX_REGISTERS,
     Affine,
@@ -19,7 +20,7 @@ from normmatters.kernels.triton.batch_norm_plan import (
 )
 from normmatters.kernels.triton.batch_norm_saved import Saved, code_bits, saved_shapes
 from normmatters.kernels.triton.batch_norm_small import Finalize
-from normmatters.kernels.triton.launch import MAX_PLANS, Launch
+from normmatters.kernels.triton.launch import Launch
 from normmatters.kernels.triton.layout import View, apply_tiling_of, next_power_of_2, view_of
 from normmatters.kernels.triton.normalize import normalize_kernel
 from normmatters.kernels.triton.scale import KINDS

@@ -8,8 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from normmatters.kernels import MAX_PLANS
 from normmatters.kernels.triton.batch_norm_plan import MAX_REGISTERS, Moved, is_even, overlapping
-from normmatters.kernels.triton.launch import MAX_PLANS, Launch
+from normmatters.kernels.triton.launch import Launch
 from normmatters.kernels.triton.layout import View, apply_tiling_of, is_small, next_power_of_2, view_of
 from normmatters.kernels.triton.scale import KINDS
 from normmatters.kernels.triton.small_stats import deviation_kernel, whole_finalize_kernel

@@ -8,10 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from normmatters.kernels import MAX_PLANS
 from normmatters.kernels.triton.batch_norm_plan import MAX_REGISTERS, Moved, channel_blocks, empty, is_even, overlapping
 from normmatters.kernels.triton.batch_norm_saved import kept
 from normmatters.kernels.triton.batch_norm_small import finalize_launch, sums
-from normmatters.kernels.triton.launch import MAX_PLANS, Launch
+from normmatters.kernels.triton.launch import Launch
 from normmatters.kernels.triton.layout import ROWS_PER_CODE, Tiling, View, next_power_of_2, tiling_of, view_of
 from normmatters.kernels.triton.scale import KINDS
 from normmatters.kernels.triton.select import select_kernel

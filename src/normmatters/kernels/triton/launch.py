@@ -23,9 +23,6 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
-#: Plans that are kept of each kind; one is for a shape and its options.
-MAX_PLANS = 4096
-
 _data_ptr = Tensor.data_ptr
 # None in place of Triton's metadata for hooks, and of the two hooks: where there is one, Triton launches.
 _NO_HOOKS = (None, None, None)

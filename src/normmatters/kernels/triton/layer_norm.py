@@ -10,7 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from normmatters.kernels.triton.launch import MAX_PLANS, Launch
+from normmatters.kernels import MAX_PLANS
+from normmatters.kernels.triton.launch import Launch
 from normmatters.kernels.triton.layer_norm_kernels import (
     backward_kernel,
     columns_kernel,

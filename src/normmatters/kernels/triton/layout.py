@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from normmatters.kernels.triton.launch import MAX_PLANS
+from normmatters.kernels import MAX_PLANS
 
 ROWS_PER_CODE = 4
 

@@ -11,12 +11,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from normmatters.kernels import MAX_PLANS
 from normmatters.kernels.triton import pooled
 from normmatters.kernels.triton.batch_norm_gradient import coefficients_launch
 from normmatters.kernels.triton.batch_norm_plan import MAX_REGISTERS, Affine, affine_of, has_of, overlapping
 from normmatters.kernels.triton.batch_norm_saved import count_dtype
 from normmatters.kernels.triton.coefficients import FROM_INPUT
-from normmatters.kernels.triton.launch import MAX_PLANS, Launch
+from normmatters.kernels.triton.launch import Launch
 from normmatters.kernels.triton.layout import Tiling, View, next_power_of_2
 
 #: Pixels of the input that a window owns.

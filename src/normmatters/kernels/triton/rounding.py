@@ -13,8 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from normmatters.kernels import MAX_PLANS
 from normmatters.kernels.library import on_device
-from normmatters.kernels.triton.launch import MAX_PLANS, Launch, wait_for_previous
+from normmatters.kernels.triton.launch import Launch, wait_for_previous
 
 FORMATS = {
     torch.float32: "fp32",

@@ -16,8 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from normmatters.kernels import MAX_PLANS
 from normmatters.kernels.library import on_device
-from normmatters.kernels.triton.launch import MAX_PLANS, Launch, wait_for_previous
+from normmatters.kernels.triton.launch import Launch, wait_for_previous
 from normmatters.kernels.triton.rounding import FORMATS, round_to
 
 _SLICES = 16  # at most, in one launch: that many loads of a thread are on their way at a time

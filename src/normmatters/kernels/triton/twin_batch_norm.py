@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from normmatters.kernels import MAX_PLANS
 from normmatters.kernels.triton.batch_norm_plan import (
     MAX_REGISTERS,
     Affine,
@@ -17,7 +18,7 @@ from normmatters.kernels.triton.batch_norm_plan import (
     is_even,
     overlapping,
 )
-from normmatters.kernels.triton.launch import MAX_PLANS, Launch
+from normmatters.kernels.triton.launch import Launch
 from normmatters.kernels.triton.layout import View, next_power_of_2, tiling_of, view_of
 from normmatters.kernels.triton.twin_gradient import (
     twin_gradient_kernel,
