@@ -136,6 +136,9 @@ def test_a_printed_row_lines_up_with_its_head(results: Path) -> None:
     assert ok[: head.index("fwd ms") + 6].endswith("0.100")
     assert ok[: head.index("kept ÷ x") + 8].endswith("0.12")
     assert wrong.endswith("WRONG: dx is off | by 3")
+    noted = report.text_row("layers", {**rows[1], "note": "no graph"})
+    assert noted.startswith(ok)
+    assert noted.endswith("  (no graph)")
 
 
 @pytest.mark.parametrize("suffix", ["svg", "png"])

@@ -209,3 +209,109 @@ def test_code_without_its_history_may_be_told_its_commit(monkeypatch: pytest.Mon
     assert harness.environment(CPU)["commit"] == "abc123"
     monkeypatch.delenv("NORMMATTERS_COMMIT")
     assert harness.environment(CPU)["commit"] is None
+
+
+# Captures that fail ---------------------------------------------------------------------------------------------------
+
+
+class _NoCapture:
+    """Stands in for `timing._capture` where there is no GPU: every second call cannot be captured."""
+
+    def __init__(self) -> None:
+        self.tried = 0
+
+    def __call__(self, calls: Any, device: torch.device) -> Any:
+        self.tried += 1
+        if self.tried % 2 == 0:
+            return torch.cuda.CUDAGraph
+        try:
+            raise RuntimeError("operation not permitted\n when stream is capturing")
+        finally:  # as the end of a capture does
+            raise RuntimeError("capture invalidated")
+
+
+@pytest.fixture
+def cuda_in_name(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    monkeypatch.setattr(timing, "_spoiled", {})
+    monkeypatch.setattr(timing, "_time_by_events", lambda run, quick: 3.0)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", None, raising=False)
+    return torch.device("cuda:0")
+
+
+def test_a_row_says_why_it_has_no_time_of_a_graph(monkeypatch: pytest.MonkeyPatch, cuda_in_name: torch.device) -> None:
+    monkeypatch.setattr(timing, "_capture", _NoCapture())
+    failed = timing.time_calls([lambda: None], cuda_in_name)
+    assert failed.ms == failed.eager_ms == 3.0
+    assert failed.graph_ms is None
+    assert failed.note == (
+        "timed by events, as no graph was captured: operation not permitted when stream is capturing"
+    )
+    after = timing.time_calls([lambda: None], cuda_in_name)
+    assert (after.by, after.graph_ms, after.note) == ("graph", 3.0, "")
+    assert timing.Timing(1.0, 1.0, "clock").note == ""
+
+
+@pytest.mark.parametrize("undone", [True, False])
+def test_after_a_capture_that_cannot_be_undone_there_is_none(
+    monkeypatch: pytest.MonkeyPatch, cuda_in_name: torch.device, undone: bool
+) -> None:
+    tried: list[str] = []
+
+    class Broken:
+        def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+        def __enter__(self) -> None:
+            tried.append("capture")
+
+        def __exit__(self, *args: object) -> None:
+            raise RuntimeError("capture invalidated")
+
+    def undo(*args: Any) -> None:
+        tried.append("undo")
+        if not undone:
+            raise RuntimeError("the generator is stuck")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "graph", Broken)
+    monkeypatch.setattr(timing, "_undo_capture", undo)
+    first, second = (timing.time_calls([lambda: None], cuda_in_name) for _ in range(2))
+    assert first.note.endswith("captured: capture invalidated")
+    if undone:
+        assert second.note == first.note
+        assert tried == ["capture", "undo"] * 2
+    else:
+        assert second.note.endswith("an earlier capture failed and could not be undone: the generator is stuck")
+        assert tried == ["capture", "undo"]
+
+
+@pytest.mark.gpu
+def test_a_capture_that_fails_does_not_spoil_what_comes_after() -> None:
+    device = torch.device("cuda")
+    x = torch.rand(2**20, device=device)
+
+    def reads_on_the_host() -> torch.Tensor:
+        y = torch.nn.functional.dropout(x)  # random numbers, and memory of the capture
+        float(y[0])  # not allowed in a capture
+        return y
+
+    with timing.side_stream(device):
+        failed = timing.time_calls([reads_on_the_host], device, quick=True)
+    assert failed.graph_ms is None
+    assert "no graph was captured: " in failed.note
+    torch.manual_seed(1)
+    expected = torch.rand(4, device=device)  # outside a capture
+    torch.manual_seed(1)
+    assert torch.equal(torch.rand(4, device=device), expected)
+    before = torch.cuda.memory_reserved(device)
+    for _ in range(3):
+        with timing.side_stream(device):
+            assert timing.time_calls([reads_on_the_host], device, quick=True).graph_ms is None
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved(device) <= before + 2**22  # nothing is lost
+    with timing.side_stream(device):
+        fine = timing.time_calls([lambda: torch.nn.functional.dropout(x)], device, quick=True)
+    assert fine.graph_ms is not None
+    assert not timing._spoiled

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import weakref
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -170,11 +172,53 @@ def test_tables_that_two_threads_make_at_once_are_one(monkeypatch):
     assert rows.tables_of(tensors) is others[0]
 
 
+def test_tables_that_nobody_holds_go_when_there_are_many(monkeypatch):
+    monkeypatch.setattr(rows, "_tables", OrderedDict())
+    monkeypatch.setattr(rows, "_MAX_TABLES", 4)
+    tensors = [matrices([(3, n)]) for n in range(2, 12)]
+    plan = RotationPlan(tensors[0])
+    gone = weakref.ref(rows.tables_of(tensors[1]).layers)
+    for one in tensors:
+        rows.tables_of(one)
+    assert len(rows._tables) == 4
+    assert gone() is None
+    assert [tables.layers[0].item() for tables in rows._tables.values()] == [8, 9, 10, 11]  # the latest
+    weights, directions, grads = (matrices([(3, 2)]) for _ in range(3))
+    check_rotation(weights, directions, grads, 0.3)
+    assert plan._tables.layers.tolist() == [[2], [3], [0], [0]]  # a plan holds its own
+
+
+@pytest.mark.gpu
+def test_tables_that_a_graph_reads_stay(monkeypatch):
+    monkeypatch.setattr(rows, "_tables", OrderedDict())
+    monkeypatch.setattr(rows, "_MAX_TABLES", 1)
+    shapes = [(64, 147), (256, 64)]
+    weights, directions, grads = (matrices(shapes) for _ in range(3))
+    expected = [w.clone() for w in weights]
+    norms = [torch.ones(w.shape[0], device=DEVICE) for w in weights]
+    plan = RotationPlan(weights)
+    plan(expected, directions, grads, norms, 0.1)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        plan(weights, directions, grads, norms, 0.1)
+    tables = plan._tables
+    assert rows._captured[id(tables)] is tables
+    tasks = weakref.ref(tables.tasks[0][1])
+    del plan, tables
+    for n in range(5, 40):
+        rows.tables_of(matrices([(n, n)]))
+    assert tasks() is not None
+    graph.replay()
+    for ours, theirs in zip(weights, expected):
+        assert torch.equal(ours, theirs)
+
+
 def test_tables_do_not_follow_the_default_device():
     tensors = matrices([(4, 6), (2, 1013)])
     pointers = [x.data_ptr() for x in tensors]
     with torch.device("meta"):
-        tables, addresses = rows.tables_of(tensors), rows.address_table(pointers, tensors[0].device)
+        tables = rows.tables_of(tensors)
+        addresses = rows.address_table(pointers, tables)
     assert tables.layers.device == addresses.device == tensors[0].device
     assert tables.layers.tolist() == [[6, 1013], [4, 2], [0, 64], [0, 4]]
     assert addresses.tolist() == pointers
@@ -183,8 +227,9 @@ def test_tables_do_not_follow_the_default_device():
 def test_addresses_follow_the_tensors():
     first, second = torch.zeros(3, device=DEVICE), torch.zeros(3, device=DEVICE)
     pointers = [first.data_ptr(), second.data_ptr()]
-    assert rows.address_table(pointers, first.device).tolist() == pointers
-    assert rows.address_table(pointers[::-1], first.device).tolist() == pointers[::-1]
+    tables = rows.tables_of([first, second])
+    assert rows.address_table(pointers, tables).tolist() == pointers
+    assert rows.address_table(pointers[::-1], tables).tolist() == pointers[::-1]
     assert rows.aligned(pointers)
     assert not rows.aligned([first.data_ptr(), second[1:].data_ptr()])
 

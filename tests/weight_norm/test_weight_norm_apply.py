@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils import parametrize, prune
 
 from normmatters.functional.weight import slice_norm
@@ -166,3 +167,20 @@ def test_bad_input_changes_nothing(arguments, error, message):
     assert type(model[0]) is nn.Linear
     with pytest.raises(TypeError, match="module"):
         apply_weight_norm([nn.Linear(3, 2)])
+
+
+@pytest.mark.parametrize("options", [{}, {"rho": 0.5, "p": 1}, {"p": math.inf, "k": 2}, {"kind": "classic"}])
+def test_fake_tensors_have_what_real_ones_have_but_values(options):
+    def run() -> dict[str, tuple[torch.Size, torch.dtype, tuple[int, ...]]]:
+        half = nn.Linear(16, 5, dtype=torch.bfloat16)
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), half, nn.Embedding(6, 3, 0))
+        assert len(apply_weight_norm(model, embeddings=True, **options).applied) == 3
+        y = model[2](model[1](model[0](torch.randn(2, 3, 4, 4))).bfloat16())
+        (y.sum() + model[3](torch.tensor([1, 2])).sum()).backward()
+        gradients = {f"{name}.grad": p.grad for name, p in model.named_parameters() if p.grad is not None}
+        found = {"y": y, **model.state_dict(), **gradients}
+        return {name: (x.shape, x.dtype, x.stride()) for name, x in found.items()}
+
+    with FakeTensorMode():
+        fake = run()
+    assert fake == run()

@@ -116,7 +116,8 @@ def text_row(bench: str, row: Row) -> str:
     names = [_pad(column, column.text(row)) for column in COLUMNS[bench] if not column.number]
     if row["status"] != "ok":
         return "  ".join([*names, _verdict(row)])
-    return "  ".join([*names, *(_pad(column, column.text(row)) for column in COLUMNS[bench] if column.number)]).rstrip()
+    numbers = (_pad(column, column.text(row)) for column in COLUMNS[bench] if column.number)
+    return "  ".join([*names, *numbers, *([f"({row['note']})"] if row["note"] else [])]).rstrip()
 
 
 def _pad(column: Column, text: str) -> str:

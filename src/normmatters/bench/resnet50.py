@@ -246,12 +246,14 @@ class Step:
         # The best of some series: a host that is disturbed for a second would be taken for the network's.
         series = [self._times(3 if self.setup.smoke else STEPS) for _ in range(1 if self.setup.smoke else SERIES)]
         times = min(series, key=statistics.median)
+        replayed = self._replayed() if self.setup.cuda else None
         return {
             "ms": statistics.median(times),
             "fastest_ms": min(times),
-            "graph_ms": self._replayed() if self.setup.cuda else None,
+            "graph_ms": replayed and replayed.graph_ms,
             "after_forward_bytes": after_forward,
             "peak_bytes": peak,
+            "note": replayed.note if replayed else "",
         }
 
     def _memory(self) -> tuple[int, int]:
@@ -282,8 +284,7 @@ class Step:
         torch.cuda.synchronize(self.setup.device)
         return [float(a.elapsed_time(b)) for a, b in zip(events, events[1:])]
 
-    def _replayed(self) -> float | None:
-        """Milliseconds of a step that is replayed from a CUDA graph; None where it cannot be captured."""
+    def _replayed(self) -> timing.Timing:
+        """A step that is replayed from a CUDA graph, where it can be captured."""
         with timing.side_stream(self.setup.device):
-            took = timing.time_calls([self], self.setup.device)
-        return took.ms if took.by == "graph" else None
+            return timing.time_calls([self], self.setup.device)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -20,6 +21,9 @@ Call = Callable[[], Any]
 _MIN_SAMPLES = 10
 _BUDGET_S = 0.02
 
+# Devices on which nothing is captured any more, with the reason: a capture failed, and what it left cannot be undone.
+_spoiled: dict[torch.device, str] = {}
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -31,6 +35,16 @@ class Timing:
     ms: float
     eager_ms: float
     by: str
+
+    @property
+    def graph_ms(self) -> float | None:
+        """``ms`` if it is that of a graph."""
+        return self.ms if self.by == "graph" else None
+
+    @property
+    def note(self) -> str:
+        """Why there is no time of a graph, where one was tried."""
+        return "" if self.by in ("graph", "clock") else f"timed by {self.by}"
 
 
 def rotation(tensor_bytes: int, device: torch.device) -> int:
@@ -58,16 +72,70 @@ def time_calls(calls: Sequence[Call], device: torch.device, *, quick: bool = Fal
         call()
     torch.cuda.synchronize(device)
     eager = _time_by_events(lambda: [call() for call in calls], quick) / len(calls)
+    reason = _spoiled.get(device)
+    if reason is None:
+        try:
+            return Timing(_time_by_events(_capture(calls, device).replay, quick) / len(calls), eager, "graph")
+        except RuntimeError as error:
+            reason = _first_reason(error)
+    return Timing(eager, eager, f"events, as no graph was captured: {reason}")
+
+
+def _capture(calls: Sequence[Call], device: torch.device) -> torch.cuda.CUDAGraph:
+    """One round of the calls as a graph, captured on the current stream. Where that fails, nothing is left of it."""
+    gc.collect()  # cycles may hold nodes of autograd that were made on another stream
+    graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
     try:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=torch.cuda.current_stream(device)):
+        with torch.cuda.graph(graph, pool=pool, stream=torch.cuda.current_stream(device)):
             # Results live until the end, else the next call would write to memory that is still in the cache.
             kept = [call() for call in calls]
         del kept
-        return Timing(_time_by_events(graph.replay, quick) / len(calls), eager, "graph")
-    except RuntimeError as error:
-        torch.cuda.synchronize(device)
-        return Timing(eager, eager, "events, as no graph was captured: " + " ".join(str(error).split())[:120])
+    except RuntimeError:
+        try:
+            _undo_capture(graph, pool, device)
+        except RuntimeError as error:
+            _spoiled[device] = f"an earlier capture failed and could not be undone: {_one_line(error)}"
+        raise
+    return graph
+
+
+def _undo_capture(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) -> None:
+    """What PyTorch does at the end of a capture, and leaves out where the end fails; RuntimeError if it does not help.
+
+    Else the generator would take every random number for one inside the capture, and refuse it; and the memory of the
+    capture would be lost.
+    """
+    torch.cuda.synchronize(device)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    generator = torch.cuda.default_generators[index]
+    generator.graphsafe_set_state(generator.clone_state())  # goes on with the same numbers, but is in no capture
+    ended = _has_ended(graph)
+    graph.reset()
+    if not ended:
+        for end in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
+            with suppress(RuntimeError):  # the capture did not come that far
+                end(index, pool)
+    torch.rand(1, device=device)
+    torch.cuda.synchronize(device)
+
+
+def _has_ended(graph: torch.cuda.CUDAGraph) -> bool:
+    try:
+        graph.pool()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _first_reason(error: BaseException) -> str:
+    """What went wrong first: the end of a capture only says that something did before."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return _one_line(error)
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200]
 
 
 def side_stream(device: torch.device) -> AbstractContextManager[Any]:

@@ -146,8 +146,9 @@ def _measure_weights(setup: Setup, variant: str, compile: bool) -> Row:
     return {
         "error": error,
         "ms": took.eager_ms,
-        "graph_ms": took.ms if took.by == "graph" else None,
+        "graph_ms": took.graph_ms,
         "peak_bytes": None,
+        "note": took.note,
     }
 
 

@@ -4,6 +4,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 __all__ = ["bounded_weight", "slice_norm"]
 
@@ -64,6 +65,11 @@ def slice_norm(v: Tensor, *, dim: int | None = 0, p: float = 2, k: int | None = 
     largest = x.detach().abs().amax(others, keepdim=True)
     norm = torch.linalg.vector_norm(x / torch.where(largest == 0, 1, largest), p, others, keepdim=True)
     return largest * norm
+
+
+def has_values(v: Tensor) -> bool:
+    """Whether there is something to look at: not on the meta device, nor under ``FakeTensorMode``."""
+    return not v.is_meta and not is_fake(v)
 
 
 def check_slices(v: Tensor, *, dim: int | None, p: float, k: int | None) -> int:

@@ -174,7 +174,7 @@ def layer_norm_backend(
     return Backend("plain", reason) if reason else _TRITON
 
 
-@functools.cache
+@functools.lru_cache(1024)
 def _log_once(message: str) -> None:
     logger.info(message)
 

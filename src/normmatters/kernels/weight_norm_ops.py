@@ -1,14 +1,15 @@
-"""Bounded weight norm of many layers: ``torch.ops.normmatters.bounded_weights`` for the compiler, and an eager node.
+"""Bounded weight norm of many layers: an eager node, and ``torch.ops.normmatters.bounded_weights`` for dispatch modes.
 
-The operators speak of one flat buffer, because the outputs of an operator may not share memory;
-:func:`bounded_weights_of` cuts it into weights, and autograd joins their gradients again. In eager mode
-:class:`Together` calls the same kernels from a :class:`torch.autograd.Function`, without the dispatcher's long way to a
-Python operator, and the kernels read the gradients where the layers left them.
+Modes of ``__torch_dispatch__`` (tracers, counters) must see operators. These speak of one flat buffer, because the
+outputs of an operator may not share memory; :func:`bounded_weights_of` cuts it into weights, and autograd joins their
+gradients again. Otherwise :class:`Together` calls the same kernels from a :class:`torch.autograd.Function`, without the
+dispatcher's long way to a Python operator, and the kernels read the gradients where the layers left them.
 """
 
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -71,7 +72,8 @@ def _fake_bounded_weights_backward(g: Tensor, v: list[Tensor], rho: list[Tensor]
     return v[0].new_empty(kernels.sizes(v)[0])
 
 
-_plans: dict[Any, kernels.Plan] = {}
+_plans: OrderedDict[Any, kernels.Plan] = OrderedDict()
+_MAX_PLANS = 256
 
 
 def _plan_of(v: list[Tensor], p: int, dtype: torch.dtype) -> kernels.Plan:
@@ -79,6 +81,8 @@ def _plan_of(v: list[Tensor], p: int, dtype: torch.dtype) -> kernels.Plan:
     plan = _plans.get(key)
     if plan is None:
         plan = _plans[key] = kernels.Plan(v, p, dtype)
+        if len(_plans) > _MAX_PLANS:
+            _plans.popitem(last=False)
     return plan
 
 

@@ -33,9 +33,9 @@ def fuse(model: M) -> M:
     On a GPU this takes a few kernels instead of several for each layer, and under autocast the weights of linear and
     convolutional layers come out in the precision they are used in. Values and gradients are those of
     :func:`bounded_weight_norm`; a layer called outside the model's forward pass computes its weight itself, as before.
-    So does every layer that the kernels cannot take: on a CPU, in float64, Top(k), other p than 1, 2 and ∞, slices
-    along another dimension than 0, sharded weights. Nothing is added to the state dict; copies of the model are fused
-    too, and :func:`remove_weight_norm` works as ever.
+    So does every layer inside ``torch.compile``, which makes kernels of its own, and every one that the kernels cannot
+    take: on a CPU, in float64, Top(k), other p than 1, 2 and ∞, slices along another dimension than 0, sharded weights.
+    Nothing is added to the state dict; copies of the model are fused too, and :func:`remove_weight_norm` works as ever.
 
     The gradients of weights computed together come out together. In distributed training the weights are therefore cut
     into groups of about 25 MB, as ``DistributedDataParallel`` cuts gradients, so that their exchange overlaps with the
@@ -140,14 +140,10 @@ class _Fusion:
             return
         from normmatters.kernels.weight_norm_ops import Together, bounded_weights_of
 
-        # Before the new weights: as long as the last ones live, so do the nodes that collect v's gradients, and with
-        # them the stream on which they were made. A step that is captured on another one could not be.
-        for layer in self.layers:
-            layer.norm.ready.forget()
         v: list[Any] = [layer.v() for layer in self.layers]
         rho: list[Any] = [layer.norm._buffers["rho"] for layer in self.layers]
         buckets = torch.distributed.is_available() and torch.distributed.is_initialized()
-        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+        if torch._C._len_torch_dispatch_stack() > 0:  # a mode watches, which must see operators
             for group, members in self._groups(v, rho, buckets).items():
                 chosen = [v[i] for i in members], [rho[i] for i in members]
                 self._put(members, bounded_weights_of(*chosen, group.p, group.dtype))
@@ -173,6 +169,8 @@ class _Fusion:
             self._put(members, together([v[i] for i in members], [rho[i] for i in members]))
 
     def after(self, model: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         for layer in self.layers:
             layer.norm.ready.clear(layer.v())
 
@@ -208,9 +206,10 @@ def _dtype_for(v: Tensor, low_precision: bool) -> torch.dtype:
 
 def _plain_only(model: nn.Module) -> bool:
     """Whether something is going on that a kernel on addresses cannot take part in."""
-    if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined]
-        return True  # exported programs are to run without this library
-    if torch.compiler.is_compiling():
-        return False
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined]
+        # The compiler fuses the equation with the casts itself. Hooks of the outermost module are compiled apart from
+        # its forward, so that every weight would leave one graph and enter another. What is exported is to run
+        # without this library.
+        return True
     # Replicas of DataParallel share this object; function transforms hand over tensors without memory.
     return getattr(model, "_is_replica", False) or torch._C._are_functorch_transforms_active()

@@ -7,7 +7,7 @@ from typing import Literal, Self
 import torch
 from torch import Tensor, nn
 
-from normmatters.functional.weight import bounded_weight, check_norm, check_rho, check_slices, slice_norm
+from normmatters.functional.weight import bounded_weight, check_norm, check_rho, check_slices, has_values, slice_norm
 from normmatters.weight_norm.ready import ReadyWeight
 
 __all__ = ["BoundedWeight", "ClassicWeight", "initial_rho"]
@@ -28,9 +28,10 @@ def initial_rho(v: Tensor, *, dim: int | None = 0, p: float = 2, k: int | None =
         tensor(3.6056)
     """
     norms = slice_norm(v.detach(), dim=dim, p=p, k=k).flatten()
-    norms = norms[norms != 0]
-    if norms.numel() == 0:
-        raise ValueError("rho cannot be taken from a weight that is zero everywhere")
+    if has_values(norms):
+        norms = norms[norms != 0]
+        if norms.numel() == 0:
+            raise ValueError("rho cannot be taken from a weight that is zero everywhere")
     order = 1.0 if k is not None else float(p)
     largest = norms.max()  # F13 of norms/max: their powers may leave the dtype's range
     total: Tensor = largest * torch.linalg.vector_norm(norms / largest, order)
@@ -73,7 +74,7 @@ class BoundedWeight(nn.Module):
             if v.is_meta:
                 raise ValueError("rho='init' needs the initialised weight, got one on the meta device; give a number")
             value = initial_rho(v, dim=dim, p=p, k=k)
-            if not value.isfinite():
+            if has_values(value) and not value.isfinite():
                 raise ValueError(f"rho cannot be taken from a weight with NaN or infinite values, got rho = {value}")
         else:
             check_rho(rho)
@@ -87,6 +88,8 @@ class BoundedWeight(nn.Module):
 
     def forward(self, v: Tensor) -> Tensor:
         ready = self.ready.weight_for(v)
+        if ready is None and not torch.compiler.is_compiling():
+            ready = self.ready.again(v, self.rho, self.p)
         return bounded_weight(v, self.rho, dim=self.dim, p=self.p, k=self.k) if ready is None else ready
 
     def right_inverse(self, weight: Tensor) -> Tensor:

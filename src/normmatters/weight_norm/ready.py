@@ -13,42 +13,55 @@ __all__ = ["ReadyWeight"]
 class ReadyWeight:
     """Holds a layer's weight during one forward pass of the model. It is never copied or saved with the layer.
 
-    A checkpointed part of the model runs again in the backward pass, and must then see the weight that it saw before:
-    so after the forward pass the weight is kept aside, for use inside a backward pass and as long as v is unchanged.
+    After the pass nothing is held: a weight leads to its graph, and that to the nodes that collect v's gradients, which
+    belong to the stream of the pass. A step on another stream that met them could not be captured.
+
+    A checkpointed part of the model runs again in the backward pass, and must then save for it what it saved before,
+    which is nothing of how the weight was computed. For that, the dtype is remembered and the version of v.
     """
 
     def __init__(self) -> None:
         self._weight: Tensor | None = None
-        self._kept: Tensor | None = None
+        self._dtype: torch.dtype | None = None
         self._version = 0
-        self._recorded = False
+        self._alone: Any = None
 
     def put(self, weight: Tensor) -> None:
         """Make ``weight`` ready for the forward pass that begins."""
-        self._weight, self._kept, self._recorded = weight, None, False
-
-    def forget(self) -> None:
-        """Let go of what was kept for a backward pass."""
-        self._kept = None
+        self._weight = weight
 
     def clear(self, v: Tensor | None) -> None:
         """The forward pass has ended; v is None where the weight norm is no more."""
-        # Reentrant checkpoints run without recording first, and again with a graph of their own: a weight that belongs
-        # to the outer graph would be in their way.
-        if v is not None and self._recorded and self._weight is not None and self._weight.requires_grad:
-            self._kept, self._version = self._weight, v._version
-        self._weight = None
+        weight, self._weight = self._weight, None
+        if weight is not None and v is not None:
+            self._dtype = weight.dtype if weight.requires_grad else None
+            self._version = v._version if weight.requires_grad else 0
 
     def weight_for(self, v: Tensor) -> Tensor | None:
         """The weight, if there is one that can stand for the one computed from ``v`` here and now."""
         weight = self._weight
-        if torch.compiler.is_compiling():
-            return weight if weight is not None and _stands_for(weight, v) else None
-        if weight is None and self._kept is not None and torch._C._current_graph_task_id() != -1:
-            weight = self._kept if self._version == v._version else None
-        if weight is None or not _stands_for(weight, v):
+        # Gradients may be recorded in a part of a forward pass that records none.
+        if weight is None or (v.requires_grad and not weight.requires_grad and torch.is_grad_enabled()):
             return None
-        self._recorded |= torch.is_grad_enabled()
+        return weight if _taken_as(weight.dtype, v) else None
+
+    def again(self, v: Tensor, rho: Tensor, p: float) -> Tensor | None:
+        """In a backward pass: the weight once more, computed by the kernels alone, if it was ready in the last pass."""
+        dtype = self._dtype
+        if dtype is None or torch._C._current_graph_task_id() == -1:
+            return None
+        if self._version != v._version or not _taken_as(dtype, v):
+            return None
+        from normmatters.kernels.weight_norm_ops import Together, supported
+
+        if supported(v, rho, dim=0, p=p, k=None) is not None:
+            return None
+        key = (v.device, v.dtype, v.shape, v.stride(), dtype)
+        if self._alone is None or self._alone[0] != key:
+            self._alone = key, Together([v], p, dtype)
+        # Saved past the hooks of the checkpoint, which count what is saved.
+        with torch.autograd.graph.saved_tensors_hooks(_same, _same):
+            weight: Tensor = self._alone[1]([v], [rho])[0]
         return weight
 
     def __deepcopy__(self, memo: Any) -> ReadyWeight:
@@ -58,14 +71,16 @@ class ReadyWeight:
         return ReadyWeight, ()
 
 
-def _stands_for(weight: Tensor, v: Tensor) -> bool:
-    """Whether a layer that runs now takes ``weight`` as it would take one computed from v here and now.
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
-    Autocast may be off by now, and gradients may be recorded in a part of a forward pass that records none.
+
+def _taken_as(dtype: torch.dtype, v: Tensor) -> bool:
+    """Whether a layer that runs now takes a weight of ``dtype`` as it would take one computed from v here and now.
+
+    Autocast may be off by now.
     """
-    if v.requires_grad and not weight.requires_grad and torch.is_grad_enabled():
-        return False
-    if weight.dtype == v.dtype:
+    if dtype == v.dtype:
         return True
     device = v.device.type
-    return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == weight.dtype
+    return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == dtype

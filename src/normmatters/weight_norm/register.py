@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils import parametrize
 
-from normmatters.functional.weight import check_slices, slice_norm
+from normmatters.functional.weight import check_slices, has_values, slice_norm
 from normmatters.weight_norm.fused import unfuse
 from normmatters.weight_norm.parametrizations import BoundedWeight, ClassicWeight
 from normmatters.weight_norm.parametrized import complete_class, own_parametrization
@@ -136,7 +136,7 @@ def _parameter(module: nn.Module, name: str) -> Tensor:
 
 
 def _check_no_zero_slice(module: nn.Module, v: Tensor, dim: int | None) -> None:
-    if v.is_meta:
+    if not has_values(v):
         return
     zero = slice_norm(v.detach(), dim=dim, p=float("inf")).flatten() == 0
     if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.padding_idx is not None and dim in (0, -v.ndim):

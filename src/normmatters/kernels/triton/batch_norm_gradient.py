@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from normmatters.kernels import MAX_PLANS
 from normmatters.kernels.triton.batch_norm_plan import (
     MAX_REGISTERS,
     Affine,
@@ -59,7 +60,7 @@ def coefficients_launch(
     )
 
 
-@functools.cache
+@functools.lru_cache(MAX_PLANS)
 def _gradient_plan(
     view: View,
     dtype: torch.dtype,

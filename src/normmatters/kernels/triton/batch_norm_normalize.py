@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from normmatters.kernels import MAX_PLANS
 from normmatters.kernels.triton.batch_norm_plan import (
     MAX_REGISTERS,
     Affine,
@@ -34,7 +35,7 @@ class NormalizePlan(NamedTuple):
     saved: Saved
 
 
-@functools.cache
+@functools.lru_cache(MAX_PLANS)
 def _normalize_plan(
     view: View,
     dtype: torch.dtype,

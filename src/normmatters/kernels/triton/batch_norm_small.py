@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from normmatters.kernels import MAX_PLANS
 from normmatters.kernels.triton.batch_norm_plan import MAX_REGISTERS, Moved, is_even, overlapping
 from normmatters.kernels.triton.launch import Launch
 from normmatters.kernels.triton.layout import View, apply_tiling_of, is_small, next_power_of_2, view_of
@@ -25,7 +26,7 @@ class SumsPlan(NamedTuple):
     unbias: float
 
 
-@functools.cache
+@functools.lru_cache(MAX_PLANS)
 def _sums_plan(view: View, dtype: torch.dtype, kind: str) -> SumsPlan | None:
     if not is_small(view, dtype.itemsize) or kind not in ("l1", "l2", "mean"):
         return None
@@ -113,7 +114,7 @@ def sums(
     return Finalize(scratch, running_mean, running_var, scratch if batches is None else batches, moved, numbers)
 
 
-@functools.cache
+@functools.lru_cache(MAX_PLANS)
 def finalize_launch(view: View, dtype: torch.dtype, kind: str, moved: Moved) -> Launch:
     """The launch that makes the statistics of the sums, where nothing is normalized right behind them."""
     tiling = apply_tiling_of(view, dtype.itemsize)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from normmatters.kernels import MAX_PLANS
 from normmatters.kernels.triton.batch_norm_plan import MAX_REGISTERS, Moved, channel_blocks, empty, is_even, overlapping
 from normmatters.kernels.triton.batch_norm_saved import kept
 from normmatters.kernels.triton.batch_norm_small import finalize_launch, sums
@@ -50,7 +51,7 @@ class StatisticsPlan(NamedTuple):
     unbias: float
 
 
-@functools.cache
+@functools.lru_cache(MAX_PLANS)
 def _statistics_plan(view: View, dtype: torch.dtype, kind: str, k: int, moved: Moved) -> StatisticsPlan:
     itemsize = dtype.itemsize
     number = KINDS[kind]

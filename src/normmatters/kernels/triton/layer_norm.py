@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from normmatters.kernels import MAX_PLANS
 from normmatters.kernels.triton.launch import Launch
 from normmatters.kernels.triton.layer_norm_kernels import (
     backward_kernel,
@@ -43,7 +44,7 @@ Kind = tuple[torch.dtype, torch.dtype | None, torch.dtype | None, bool, bool]
 
 
 # A shape's launches are kept, but not of every number of rows that ever came: with sentences it is another each time.
-@functools.lru_cache(1024)
+@functools.lru_cache(MAX_PLANS)
 def _forward_launch(rows: int, cols: int, device: torch.device, kind: Kind) -> Launch:
     dtype, weight, bias, l1, centered = kind
     tuning = forward_tuning(cols, dtype, l1, centered)
@@ -104,7 +105,7 @@ class BackwardPlan(NamedTuple):
     parts: int
 
 
-@functools.lru_cache(1024)
+@functools.lru_cache(MAX_PLANS)
 def _backward_plan(
     rows: int,
     cols: int,

@@ -19,6 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from normmatters.kernels import MAX_PLANS
+
 ROWS_PER_CODE = 4
 
 # Programs that fill the device: four on each of 132 multiprocessors (H200). Channels-last work is cut into one such
@@ -82,7 +84,7 @@ def view_of(x: Tensor) -> View:
     return _view(x.shape if type(x) is Tensor else tuple(map(int, x.shape)), x.is_contiguous())
 
 
-@functools.cache
+@functools.lru_cache(MAX_PLANS)
 def _view(shape: tuple[int, ...], contiguous: bool) -> View:
     batch, channels, *rest = map(int, shape)
     spatial = math.prod(rest)
@@ -95,7 +97,7 @@ def next_power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-@functools.cache
+@functools.lru_cache(MAX_PLANS)
 def tiling_of(view: View, itemsize: int, programs: int = _WAVE) -> Tiling:
     """Tiles of 16 bytes a thread and row; wide rows first, so that neighbours read neighbouring memory."""
     num_warps = 4
@@ -123,7 +125,7 @@ def is_small(view: View, itemsize: int) -> bool:
     return view.spatial == 1 and view.rows * view.cols * itemsize <= SMALL
 
 
-@functools.cache
+@functools.lru_cache(MAX_PLANS)
 def apply_tiling_of(view: View, itemsize: int) -> Tiling:
     """The tiling of what is not a statistic. Small tensors: few and large programs, so that partial sums are few."""
     if not is_small(view, itemsize):

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from normmatters.kernels import MAX_PLANS
 from normmatters.kernels.triton import pooled
 from normmatters.kernels.triton.batch_norm_gradient import coefficients_launch
 from normmatters.kernels.triton.batch_norm_plan import MAX_REGISTERS, Affine, affine_of, has_of, overlapping
@@ -61,7 +62,7 @@ def shape_of(x: Tensor) -> Shape:
     return Shape(*map(int, x.shape))
 
 
-@functools.cache
+@functools.lru_cache(MAX_PLANS)
 def tiling_of(shape: Shape, itemsize: int) -> Tiling:
     """Tiles of 16 bytes a thread: neighbouring windows, so that their common pixels come from the cache."""
     num_warps = 4
@@ -103,7 +104,7 @@ class Plan(NamedTuple):
     saved: Saved
 
 
-@functools.cache
+@functools.lru_cache(MAX_PLANS)
 def _plan(shape: Shape, dtype: torch.dtype, affine: Affine, save: bool) -> Plan:
     tiling = tiling_of(shape, dtype.itemsize)
     grid = (-(-shape.channels // tiling.block_c), tiling.splits)

@@ -170,7 +170,7 @@ class RotationPlan:
             angle: in radians; a tensor is not read by the host.
         """
         pointers = [*map(Tensor.data_ptr, chain(weights, directions, grads))]
-        addresses = address_table([*pointers, *map(Tensor.data_ptr, norms)], self._device)
+        addresses = address_table([*pointers, *map(Tensor.data_ptr, norms)], self._tables)
         cos = sin = 0.0
         turn = addresses  # not read
         if isinstance(angle, Tensor):

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from normmatters.kernels import MAX_PLANS
 from normmatters.kernels.library import on_device
 from normmatters.kernels.triton.launch import Launch, wait_for_previous
 
@@ -107,7 +108,7 @@ def operation_kernel(
     tl.store(z_ptr + row * n + column, z, mask=(row < rows) & (column < n))
 
 
-@functools.lru_cache(1024)
+@functools.lru_cache(MAX_PLANS)
 def _launch_of(
     operation: str, shape: tuple[int, ...], x: tuple[int, ...], y: tuple[int, ...] = (), *, dtype: torch.dtype
 ) -> Launch:

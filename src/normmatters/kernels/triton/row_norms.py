@@ -104,7 +104,6 @@ class RowNormsPlan:
     ) -> None:
         angles = [] if previous is None or tangents is None else [previous, tangents]
         self._tables = tables_of(weights)
-        self._device = weights[0].device
         self._tensors = [*chain(norms, weights, *angles)]  # kept, as the kernel has nothing but their addresses
         self._pointers = [x.data_ptr() for x in self._tensors]
         constants = {"TYPE": TYPES[weights[0].dtype], "ANGLE": bool(angles)}
@@ -113,6 +112,6 @@ class RowNormsPlan:
 
     def __call__(self) -> None:
         """Measure the weights as they are now."""
-        addresses = address_table(self._pointers, self._device)
+        addresses = address_table(self._pointers, self._tables)
         for launch, tasks in self._launches:
             launch((addresses, self._tables.layers, tasks))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections import OrderedDict
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ _WIDE = 4
 # kernels like their weights to begin.
 PIECE = tl.constexpr(64)
 _MAX_ADDRESS_TABLES = 256
+_MAX_TABLES = 256
 
 
 @triton.jit
@@ -94,7 +96,8 @@ class Tables(NamedTuple):
         }
 
 
-_tables: dict[tuple[torch.device, tuple[tuple[int, int], ...]], Tables] = {}
+_tables: OrderedDict[tuple[torch.device, tuple[tuple[int, int], ...]], Tables] = OrderedDict()
+_captured: dict[int, Tables] = {}  # by their ids: graphs that read them may be replayed at any time
 _addresses: dict[tuple[torch.device, int, tuple[int, ...]], Tensor] = {}
 
 
@@ -108,7 +111,7 @@ def places_of(sizes: list[int]) -> tuple[list[int], int]:
 
 
 def tables_of(tensors: list[Tensor]) -> Tables:
-    """The tables for these shapes. They stay for good: graphs that were captured with them may still be replayed."""
+    """The tables for these shapes. Whoever launches with them holds them; of the others the oldest go in the end."""
     shapes = tuple((x.numel() // x.shape[0], x.shape[0]) for x in tensors)
     device = tensors[0].device
     found = _tables.get((device, shapes))
@@ -125,8 +128,10 @@ def tables_of(tensors: list[Tensor]) -> Tables:
             rows_before += rows
         lists = tuple((w, _sent(one, torch.int32, device)) for w, one in tasks.items() if one)
         matrix = _sent(list(zip(*layers)), torch.int64, device)
-        # Another thread may have made them by now. Only what is kept here stays for good.
+        # Another thread may have made them by now.
         found = _tables.setdefault((device, shapes), Tables(matrix, lists, rows_before, numel))
+        if len(_tables) > _MAX_TABLES:
+            _tables.popitem(last=False)
     return found
 
 
@@ -135,11 +140,13 @@ def _sent(numbers: list[Any], dtype: torch.dtype, device: torch.device) -> Tenso
     return torch.tensor(numbers, dtype=dtype, device="cpu").to(device)
 
 
-def address_table(pointers: list[int], device: torch.device) -> Tensor:
-    """These addresses as a tensor on ``device``, int64."""
+def address_table(pointers: list[int], tables: Tables) -> Tensor:
+    """These addresses as a tensor, int64, on the device of the tables that they will be launched with."""
+    device = tables.layers.device
     if device.type != "cuda":
         return torch.tensor(pointers, device=device)
     if torch.cuda.is_current_stream_capturing():
+        _captured[id(tables)] = tables
         # A graph keeps a table of its own. Its entries travel as arguments of a kernel, not as a copy from the host.
         table = torch.zeros(len(pointers), dtype=torch.int64, device=device)
         torch._foreach_add_(list(table.unbind()), pointers)

@@ -53,7 +53,6 @@ class ScaledRowsPlan:
 
     def __init__(self, weights: list[Tensor], ratios: list[Tensor]) -> None:
         self._tables = tables_of(weights)
-        self._device = weights[0].device
         self._tensors = [*chain(weights, ratios)]  # kept, as the kernel has nothing but their addresses
         self._pointers = [x.data_ptr() for x in self._tensors]
         wide = aligned(self._pointers[: len(weights)])
@@ -61,6 +60,6 @@ class ScaledRowsPlan:
 
     def __call__(self) -> None:
         """Scale the weights by the ratios as they are now."""
-        addresses = address_table(self._pointers, self._device)
+        addresses = address_table(self._pointers, self._tables)
         for launch, tasks in self._launches:
             launch((addresses, self._tables.layers, tasks))

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from normmatters.kernels import MAX_PLANS
 from normmatters.kernels.library import on_device
 from normmatters.kernels.triton.launch import Launch, wait_for_previous
 from normmatters.kernels.triton.rounding import FORMATS, round_to
@@ -77,7 +78,7 @@ def tree_mean_kernel(
         tl.store(y_ptr + row * step + column, mean, mask=inside)
 
 
-@functools.lru_cache(1024)
+@functools.lru_cache(MAX_PLANS)
 def _launches(rows: int, n: int, inner: int, dtype: torch.dtype) -> list[tuple[Launch, int]]:
     """With each launch how many of n it leaves. ``inner``: numbers side by side, each of a mean of its own."""
     launches = []

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from normmatters.kernels import MAX_PLANS
 from normmatters.kernels.triton.batch_norm_plan import (
     MAX_REGISTERS,
     Affine,
@@ -32,7 +33,7 @@ def code_shape(view: View, *, lean: bool, save: bool) -> tuple[tuple[int, int, i
     return (2, view.code_rows if save else 0, view.cols), torch.int16 if lean else torch.int8
 
 
-@functools.cache
+@functools.lru_cache(MAX_PLANS)
 def _normalize_plan(view: View, dtype: torch.dtype, first: Affine, second: Affine, lean: bool, save: bool) -> Launch:
     tiling = tiling_of(view, dtype.itemsize)
     return overlapping(
@@ -97,7 +98,7 @@ class GradientPlan(NamedTuple):
     scratch: int
 
 
-@functools.cache
+@functools.lru_cache(MAX_PLANS)
 def _gradient_plan(
     view: View, dtype: torch.dtype, first: Affine, second: Affine, lean: bool, linked: bool
 ) -> GradientPlan:

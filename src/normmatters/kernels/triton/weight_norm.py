@@ -174,7 +174,7 @@ class Plan:
             rho: a float32 scalar for each.
         """
         pointers = [*map(Tensor.data_ptr, v)]
-        addresses = address_table([*pointers, *map(Tensor.data_ptr, rho)], v[0].device)
+        addresses = address_table([*pointers, *map(Tensor.data_ptr, rho)], self._tables)
         w = torch.empty(self._tables.numel, dtype=self.dtype, device=v[0].device)
         norms = torch.empty(self._tables.rows, dtype=torch.float32, device=v[0].device)
         for launch, tasks in self._forward[aligned(pointers)]:
@@ -184,8 +184,8 @@ class Plan:
     def backward(self, g: list[int], v: Sequence[Tensor], rho: Sequence[Tensor], norms: Tensor) -> Tensor:
         """The gradients of all v in one flat buffer. ``g``: where the gradient of each weight is, laid out as its v."""
         pointers = [*map(Tensor.data_ptr, v)]
-        addresses = address_table([*pointers, *map(Tensor.data_ptr, rho)], v[0].device)
-        gradients = address_table(g, v[0].device)
+        addresses = address_table([*pointers, *map(Tensor.data_ptr, rho)], self._tables)
+        gradients = address_table(g, self._tables)
         dv = torch.empty(self._tables.numel, dtype=v[0].dtype, device=v[0].device)
         for launch, tasks in self._backward[aligned(pointers + g)]:
             launch((addresses, gradients, self._tables.layers, tasks, dv, norms))
