@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from normmatters import _commit
-from normmatters.bench import check, harness, peers, timing
+from normmatters.bench import check, harness, peers, resnet50, timing
 from normmatters.convert import convert
 from normmatters.convert.report import ConversionReport
 from normmatters.functional import lp_layer_norm
@@ -315,3 +315,16 @@ def test_a_capture_that_fails_does_not_spoil_what_comes_after() -> None:
         fine = timing.time_calls([lambda: torch.nn.functional.dropout(x)], device, quick=True)
     assert fine.graph_ms is not None
     assert not timing._spoiled
+
+
+def test_steps_are_timed_until_the_host_is_quiet() -> None:
+    """At least so many series; more while the best median is far from the fastest step; the best one is given."""
+    slow, quiet = [30.0, 36.0, 37.0], [30.1, 30.2, 30.3]
+
+    def given(*series: list[float]) -> tuple[list[float], int]:
+        left = list(series)
+        return resnet50.best_series(lambda: left.pop(0), (2, 4)), len(series) - len(left)
+
+    assert given(quiet, quiet, slow, slow) == (quiet, 2)
+    assert given(slow, slow, quiet, slow) == (quiet, 3)
+    assert given(slow, [30.0, 35.0, 37.0], slow, slow) == ([30.0, 35.0, 37.0], 4)

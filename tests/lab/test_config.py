@@ -64,6 +64,10 @@ def test_extends_takes_what_is_not_said(tmp_path: Path) -> None:
         ({"model": {"norm_input_scale": 2, "norm": "mean_only"}}, "1 where no batch norm divides"),
         ({"model": {"norm_input_scale": 2, "name": "lstm"}, "data": {"name": "numbers"}}, "1 where no batch norm"),
         ({"model": {"name": "lstm"}}, "a model for images"),
+        (
+            {"model": {"attention": "scaled"}},
+            "model.attention must be dot in networks other than an LSTM, got 'scaled'",
+        ),
         ({"model": {"activation": "trelu", "name": "resnet8"}}, "model.name must be small_cnn or vgg11"),
         ({"data": {"augment": "mirror"}}, "data.augment"),
         ({"data": {"val_size": 0}}, "data.val_size must be at least 1, got 0"),
@@ -120,4 +124,5 @@ def test_hash_sees_what_decides_the_numbers() -> None:
     assert config_hash(apply_overrides(base, ["model.norm_input_scale=2"])) not in others | {config_hash(base)}
     text = from_dict({"data": {"name": "numbers"}, "model": {"name": "lstm"}})
     hashes = [config_hash(apply_overrides(text, [f"runtime.compile={c}"])) for c in ("none", "cudagraph", "compile")]
+    assert config_hash(apply_overrides(text, ["model.attention=scaled"])) not in hashes
     assert hashes[0] == hashes[1] != hashes[2]  # runs of text from before there were graphs for them stay valid

@@ -176,6 +176,22 @@ def test_wrong_sizes_are_refused() -> None:
     assert norm_factory(ModelConfig(weight_norm="wn", norm="none")).name == "none"
 
 
+def test_scaled_attention_divides_the_scores_by_the_root_of_their_width() -> None:
+    torch.manual_seed(0)
+    plain, scaled = (
+        build_text_model(ModelConfig("lstm", layers=1, d_model=16, attention=a), 20, 10).double().eval()
+        for a in ("dot", "scaled")
+    )
+    scaled.load_state_dict(plain.state_dict())
+    source, target = torch.randint(4, 20, (3, 7)), torch.randint(4, 20, (3, 5))
+    before = scaled(source, target)
+    assert not torch.allclose(before, plain(source, target), rtol=1e-3)
+    with torch.no_grad():
+        plain.score.weight.div_(4)  # √16
+    torch.testing.assert_close(before, plain(source, target), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(scaled.step(target[:, 0], scaled.begin(source))[0], before[:, 0], rtol=1e-12, atol=1e-12)
+
+
 def _trained(norm: str, scale: float, steps: int = 3) -> tuple[list[Tensor], dict[str, Tensor], Tensor]:
     """Losses, state and evaluated output after a few steps with the norms' inputs times ``scale``."""
     torch.manual_seed(0)

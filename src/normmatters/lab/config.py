@@ -64,8 +64,8 @@ class ModelConfig:
     ``layer_norm`` what every layer norm is (if it is L1, with ``constant``); ``weight_norm`` re-parametrizes the
     weights (then batch norm is mean-only); ``rho`` says at how many times the initial norm a bounded one holds them.
     ``norm_input_scale``, a power of two, multiplies what enters every batch norm: other units, the same network, unless
-    ``precision.arithmetic`` has too little range for them.
-    ``width`` multiplies the number of channels; None below means the model's own default.
+    ``precision.arithmetic`` has too little range for them. ``attention``: an LSTM's scores, or these over
+    √d_model. ``width`` multiplies the number of channels; None below means the model's own default.
     """
 
     name: ModelName = "small_cnn"
@@ -87,6 +87,7 @@ class ModelConfig:
     heads: int | None = None
     d_ff: int | None = None
     dropout: float | None = None
+    attention: Literal["dot", "scaled"] = "dot"
 
 
 @dataclass(frozen=True)
@@ -302,6 +303,8 @@ def _check_values(config: RunConfig, origin: str) -> None:
     need(power, "model.norm_input_scale", "a power of two from 2^-32 to 2^32", scale)
     rescales = model.norm not in ("mean_only", "none") and model.weight_norm == "none" and data.name not in TEXT
     need(scale == 1 or rescales, "model.norm_input_scale", "1 where no batch norm divides by a scale", scale)
+    plain = model.attention == "dot"
+    need(plain or model.name == "lstm", "model.attention", "dot in networks other than an LSTM", model.attention)
     if model.activation == "trelu":  # it rescales what it is given, so a chain of shortcuts would explode
         need(model.name in ("small_cnn", "vgg11"), "model.name", "small_cnn or vgg11 with activation trelu", model.name)
     need(model.k >= 1, "model.k", "at least 1", model.k)
@@ -347,6 +350,9 @@ def _toml_value(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)  # TOML's strings, numbers and booleans are JSON's
 
 
+# Settings of a model that are younger than the published runs, whose hashes stay what they are: hashed where they are
+# not at their defaults.
+_YOUNGER = ("norm_input_scale", "attention")
 # Changing these does not make another run: its finished result stays valid.
 _NOT_HASHED = {
     "label": None,
@@ -372,8 +378,9 @@ def differences(a: RunConfig, b: RunConfig) -> list[str]:
 def config_hash(config: RunConfig) -> str:
     """12 hex digits over everything that decides a run's numbers."""
     table = _hashed(config)
-    if config.model.norm_input_scale == 1:  # younger than the published runs, whose hashes stay what they are
-        del table["model"]["norm_input_scale"]
+    for name in _YOUNGER:
+        if table["model"][name] == getattr(ModelConfig, name):
+            del table["model"][name]
     return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()[:12]
 
 

@@ -36,6 +36,7 @@ _IN_UNITS = {u: tuple(f"{name}_{u}" for name in ("l1_fp16", "l2_fp16_acc32", "l2
 _GAP = ("", "_fp32", "_silent")
 _LEAN = ("native", "l2", "l1", "l1_lean")
 _LSTM = ("none", "ln", "bwn", "bwn_rho2", "bwn_rho4", "ln_l1", "ln_l1_scaled")
+_SOFT = ("soft_ln", "soft_ln_l1")
 _WEIGHT_NORMS = ("bn", "wn", "bwn")
 _WEIGHT_NORMS_18 = tuple(f"resnet18_{n}" for n in _WEIGHT_NORMS)
 _TRANSFORMER = ("ln", "bwn", "bwn_rho2", "none", "ln_dropout", "bwn_dropout")
@@ -110,8 +111,11 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         "Bounded weight norm in an LSTM",
         "Recurrent networks, where batch norm is hard to apply, train with bounded weight norm about as well as with "
         "layer norm.",
-        (Panel("Validation perplexity", _LSTM, "ppl"),),
-        _LSTM,
+        (
+            Panel("Validation perplexity", _LSTM, "ppl"),
+            Panel("Attention that begins soft (ours)", ("bwn", "ln", "ln_l1", *_SOFT), "ppl"),
+        ),
+        (*_LSTM, *_SOFT),
     ),
     Experiment(
         "table1",

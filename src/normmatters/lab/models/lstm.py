@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -16,12 +17,21 @@ from normmatters.lab.norms import NormFactory
 class Seq2Seq(Translator):
     """``layers`` LSTM layers a side; the decoder's output attends to the encoder's (Luong's "general" score).
 
+    ``scaled``: scores are divided by √d_model, as a Transformer's are. Without it normalized outputs, whose entries are
+    near 1, give scores of several units, and attention begins on one word alone.
     The norms stand behind each layer, outside of the recurrence, which stays one library call a layer.
     Shape: source (n, S), target_in (n, T) of token ids; output (n, T, vocabulary).
     """
 
     def __init__(
-        self, vocabulary: int, norm: NormFactory, *, layers: int = 2, d_model: int = 512, dropout: float = 0.2
+        self,
+        vocabulary: int,
+        norm: NormFactory,
+        *,
+        layers: int = 2,
+        d_model: int = 512,
+        dropout: float = 0.2,
+        scaled: bool = False,
     ) -> None:
         super().__init__()
         if d_model % 2:
@@ -38,6 +48,7 @@ class Seq2Seq(Translator):
         self.score = nn.Linear(d_model, d_model, bias=False)
         self.combine = nn.Linear(2 * d_model, d_model)
         self.drop = Dropout(dropout)
+        self.temperature = math.sqrt(d_model) if scaled else 1.0
         self.classifier = nn.Linear(d_model, vocabulary)
 
     def encode(self, source: Tensor) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
@@ -58,7 +69,8 @@ class Seq2Seq(Translator):
         return x, mask, states
 
     def attend(self, h: Tensor, memory: Tensor, mask: Tensor) -> Tensor:
-        weights = (self.score(h) @ memory.transpose(1, 2)).masked_fill(~mask[:, None, :], float("-inf")).softmax(2)
+        scores = self.score(h / self.temperature if self.temperature != 1 else h) @ memory.transpose(1, 2)
+        weights = scores.masked_fill(~mask[:, None, :], float("-inf")).softmax(2)
         return self.classifier(self.drop(torch.tanh(self.combine(torch.cat([weights @ memory, h], 2)))))  # type: ignore[no-any-return]
 
     def decode(self, tokens: Tensor, states: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
