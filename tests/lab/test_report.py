@@ -176,10 +176,11 @@ def test_reaching_an_error_sooner(tmp_path: Path) -> None:
 def test_cost_is_judged_on_a_gpu_only(tmp_path: Path) -> None:
     for device, factor in (("cpu", None), ("cuda", 2.0**30)):  # a peak of memory is known on a GPU only
         root = tmp_path / device
-        write_run(root, "fig2/resnet50_l1", device=device, seconds=1.0, memory=factor)
-        write_run(root, "fig2/resnet50_l2", device=device, seconds=1.5, memory=factor and 2 * factor)
+        for cell in ("l1", "l1_lean"):
+            write_run(root, f"speed/{cell}", preset="short", device=device, seconds=1.0, memory=factor)
+        write_run(root, "speed/native", preset="short", device=device, seconds=1.5, memory=factor and 2 * factor)
     claims = [c for c in CLAIMS if c.rule == "cheaper"]
-    assert len(claims) == 2
+    assert len(claims) == 3
     for claim in claims:
         assert judge(claim, collect([tmp_path / "cpu"])).verdict == "open"
         assert judge(claim, collect([tmp_path / "cuda"])).verdict == "holds"

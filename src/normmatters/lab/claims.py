@@ -182,8 +182,9 @@ CLAIMS: tuple[Claim, ...] = (
     ),
     Claim("E11", "L1 weight norm equals L2", "equal", "lp_weight_norm/l1", "lp_weight_norm/l2", 0.5),
     Claim("E11", "L∞ weight norm degrades", "better", "lp_weight_norm/l2", "lp_weight_norm/linf"),
-    Claim("E12", "L1 batch norm is faster than L2", "cheaper", "speed/l1", "speed/l2", metric="seconds"),
-    Claim("E12", "L1 batch norm takes less memory than L2", "cheaper", "speed/l1", "speed/l2", metric="memory"),
+    Claim("E12", "L1 batch norm is faster than L2", "cheaper", "speed/l1", "speed/native", metric="seconds"),
+    Claim("E12", "L1 batch norm takes less memory than L2", "cheaper", "speed/l1", "speed/native", metric="memory"),
+    Claim("E12", "… lean much less (ours)", "cheaper", "speed/l1_lean", "speed/native", metric="memory"),
     Claim(
         "ours",
         "The exact constant mends L∞",

@@ -163,9 +163,9 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         "Time and memory",
         "What L1 batch norm costs",
         "In words only: L1 batch norm was faster than L2 and took less memory. `normmatters bench` measures this "
-        "properly, one run at a time; here are the training runs themselves.",
+        "properly; here are training runs themselves, one at a time, data and all.",
         (),
-        ("l2", "l1"),
+        ("native", "l2", "l1", "l1_lean"),
     ),
     Experiment(
         "l1_gap",
