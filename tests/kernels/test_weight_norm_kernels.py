@@ -210,25 +210,13 @@ def same(ours: list[Tensor], reference: list[Tensor], bound: float = 1e-6) -> No
         close(a, b, bound)
 
 
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Which kernels were launched, so that no test passes by way of the plain path."""
-    made: list[str] = []
-    for name in ("forward", "backward"):
-        launch = getattr(kernels.Plan, name)
-        monkeypatch.setattr(
-            kernels.Plan, name, lambda *args, launch=launch, name=name: (made.append(name), launch(*args))[1]
-        )
-    return made
-
-
 @pytest.mark.parametrize("p", ORDERS)
-def test_model_computes_the_same(p, calls):
+def test_model_computes_the_same(p, weight_norm_calls):
     same(step(fuse(net(p))), step(net(p)))
-    assert calls == ["forward", "backward"]
+    assert weight_norm_calls == ["forward", "backward"]
 
 
-def test_autocast_gets_its_precision(calls):
+def test_autocast_gets_its_precision(weight_norm_calls):
     """Weights come out in fp16, except for the layer that is called with autocast off. fp16: rounding, not formula."""
     model = fuse(net())
     seen = {}
@@ -236,11 +224,11 @@ def test_autocast_gets_its_precision(calls):
         getattr(model, name).register_forward_pre_hook(lambda m, _, name=name: seen.update({name: m.weight.dtype}))
     found = step(model, torch.float16)
     assert seen == {"stem": torch.float16, "exact": torch.float32}
-    assert calls == ["forward", "backward"]
+    assert weight_norm_calls == ["forward", "backward"]
     same(found, step(net(), torch.float16), 16 * torch.finfo(torch.float16).eps)
 
 
-def test_weights_are_fresh_at_every_pass(calls):
+def test_weights_are_fresh_at_every_pass(weight_norm_calls):
     """Optimizer steps, accumulation over two passes, and passes whose graphs live side by side."""
     ours, reference = fuse(net()), net()
     results = []
@@ -254,10 +242,10 @@ def test_weights_are_fresh_at_every_pass(calls):
             optimizer.step()
         results.append([first.detach(), *(p.detach() for p in model.parameters())])
     same(*results, bound=1e-5)
-    assert len(calls) == 2 * 6
+    assert len(weight_norm_calls) == 2 * 6
 
 
-def test_outside_the_pass_layers_compute_their_own(calls):
+def test_outside_the_pass_layers_compute_their_own(weight_norm_calls):
     model = fuse(net())
     step(model)
     with torch.no_grad():
@@ -274,7 +262,7 @@ def test_outside_the_pass_layers_compute_their_own(calls):
     torch.testing.assert_close(model.stem.weight, -fresh)
 
 
-def test_gradients_in_a_part_of_a_pass_without_them(calls):
+def test_gradients_in_a_part_of_a_pass_without_them(weight_norm_calls):
     """As a saliency map is made in evaluation: the weights of the pass have no gradients, those of the part do."""
 
     class Recorded(nn.Linear):
@@ -289,21 +277,21 @@ def test_gradients_in_a_part_of_a_pass_without_them(calls):
         with torch.no_grad():
             y = net(torch.ones(2, 3, device=DEVICE))
         y.square().sum().backward()
-    assert len(calls) == 1
+    assert len(weight_norm_calls) == 1
     v, expected = (net[1].parametrizations.weight.original.grad for net in (model, plain))
     torch.testing.assert_close(v, expected)
 
 
-def test_eval_without_grad(calls):
+def test_eval_without_grad(weight_norm_calls):
     model, reference = fuse(net()).eval(), net().eval()
     with torch.no_grad():
         close(model(BATCH.to(DEVICE)), reference(BATCH.to(DEVICE)), 1e-6)
     with torch.inference_mode():
         close(model(BATCH.to(DEVICE)), reference(BATCH.to(DEVICE)), 1e-6)
-    assert calls == ["forward"] * 2
+    assert weight_norm_calls == ["forward"] * 2
 
 
-def test_copies_are_fused_on_their_own(calls):
+def test_copies_are_fused_on_their_own(weight_norm_calls):
     model = fuse(net())
     expected = step(net())
     step(model)
@@ -311,19 +299,19 @@ def test_copies_are_fused_on_their_own(calls):
     with torch.no_grad():
         for p in model.parameters():
             p.add_(1)
-    calls.clear()
+    weight_norm_calls.clear()
     same(step(copied), expected)
     same(step(loaded), expected)
-    assert calls == ["forward", "backward"] * 2
+    assert weight_norm_calls == ["forward", "backward"] * 2
     assert sorted(copied.state_dict()) == sorted(net().state_dict())
 
 
-def test_unfuse_and_remove(calls):
+def test_unfuse_and_remove(weight_norm_calls):
     model = fuse(fuse(net()))
     expected = step(model)
-    assert calls == ["forward", "backward"]
+    assert weight_norm_calls == ["forward", "backward"]
     same(step(unfuse(model)), expected)
-    assert calls == ["forward", "backward"]
+    assert weight_norm_calls == ["forward", "backward"]
     assert not model._forward_hooks
     assert not model._forward_hooks_always_called
     fuse(model)
@@ -335,17 +323,17 @@ def test_unfuse_and_remove(calls):
         fuse(3)
 
 
-def test_apply_weight_norm_fuses(calls):
+def test_apply_weight_norm_fuses(weight_norm_calls):
     torch.manual_seed(1)
     model = Net().to(DEVICE)
     apply_weight_norm(model.body)
     apply_weight_norm(model)  # its hooks take over those of the part
     assert sorted(model.state_dict()) == sorted(net().state_dict())
     same(step(model), step(net()))
-    assert calls == ["forward", "backward"]
+    assert weight_norm_calls == ["forward", "backward"]
 
 
-def test_a_layer_without_its_norm_is_left_out(calls):
+def test_a_layer_without_its_norm_is_left_out(weight_norm_calls):
     """And so is one whose parameter has another shape for the time being, as a sharded one has."""
     model, reference = fuse(net()), net()
     for one in (model, reference):
@@ -359,7 +347,7 @@ def test_a_layer_without_its_norm_is_left_out(calls):
     assert [len(members) for members, _ in fusion._calls] == [3]
 
 
-def test_layers_that_the_kernels_cannot_take_stay_as_they_are(calls):
+def test_layers_that_the_kernels_cannot_take_stay_as_they_are(weight_norm_calls):
     def mixed() -> nn.Sequential:
         torch.manual_seed(0)
         model = nn.Sequential(nn.ConvTranspose1d(3, 4, 2), nn.Linear(6, 5), nn.Linear(5, 4)).to(DEVICE)
@@ -372,13 +360,13 @@ def test_layers_that_the_kernels_cannot_take_stay_as_they_are(calls):
         return [y.detach(), *torch.autograd.grad(y.square().sum(), list(model.parameters()))]
 
     same(run(fuse(mixed()), torch.float32), run(mixed(), torch.float32))
-    assert calls == ["forward", "backward"]  # for the last one
+    assert weight_norm_calls == ["forward", "backward"]  # for the last one
     same(run(fuse(mixed()), torch.float64), run(mixed(), torch.float64), 0)
-    assert calls == ["forward", "backward"]
+    assert weight_norm_calls == ["forward", "backward"]
 
 
 @pytest.mark.parametrize("autocast", [None, torch.float16])
-def test_compiled_in_one_graph(autocast, calls):
+def test_compiled_in_one_graph(autocast, weight_norm_calls):
     torch._dynamo.reset()
     model = fuse(net())
     compiled = torch.compile(model, fullgraph=True, backend="inductor" if DEVICE == "cuda" else "aot_eager")
@@ -387,10 +375,10 @@ def test_compiled_in_one_graph(autocast, calls):
         with torch.no_grad():
             for p in model.parameters():
                 p.mul_(1)
-    assert calls == []  # the compiler's own
+    assert weight_norm_calls == []  # the compiler's own
 
 
-def test_a_compiled_part_takes_the_weights_of_the_pass(calls):
+def test_a_compiled_part_takes_the_weights_of_the_pass(weight_norm_calls):
     torch._dynamo.reset()
     model, reference = fuse(net()), net()
     model.body.compile(fullgraph=True, backend="inductor" if DEVICE == "cuda" else "aot_eager")
@@ -399,10 +387,10 @@ def test_a_compiled_part_takes_the_weights_of_the_pass(calls):
         with torch.no_grad():
             for p in (*model.parameters(), *reference.parameters()):
                 p.add_(0.01)
-    assert calls == ["forward", "backward"] * 2
+    assert weight_norm_calls == ["forward", "backward"] * 2
 
 
-def test_distributed_data_parallel(calls, tmp_path, monkeypatch):
+def test_distributed_data_parallel(weight_norm_calls, tmp_path, monkeypatch):
     """Weights come in groups, whose gradients can be exchanged one after the other."""
     monkeypatch.setattr(fused, "_BUCKET", 4 * 8 * 3 * 9 + 1)  # the first convolution and some more
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
@@ -412,10 +400,10 @@ def test_distributed_data_parallel(calls, tmp_path, monkeypatch):
         same(step(model), step(net()))
     finally:
         torch.distributed.destroy_process_group()
-    assert calls == [*["forward"] * 3, *["backward"] * 3] * 2
+    assert weight_norm_calls == [*["forward"] * 3, *["backward"] * 3] * 2
 
 
-def test_function_transforms_take_the_plain_path(calls):
+def test_function_transforms_take_the_plain_path(weight_norm_calls):
     model, reference = fuse(net()), net()
 
     def loss(model: nn.Module, parameters: dict[str, Tensor]) -> Tensor:
@@ -425,10 +413,10 @@ def test_function_transforms_take_the_plain_path(calls):
     ours = torch.func.grad(lambda v: loss(model, v))(values)
     expected = torch.func.grad(lambda v: loss(reference, v))(values)
     same(list(ours.values()), list(expected.values()))
-    assert calls == []
+    assert weight_norm_calls == []
     swapped = {name: value.neg().requires_grad_() for name, value in values.items()}
     close(loss(model, swapped), loss(reference, swapped), 1e-6)
-    assert calls == ["forward"]
+    assert weight_norm_calls == ["forward"]
 
 
 # On a GPU, at real sizes ----------------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("triton")
 
-from normmatters.kernels.triton import weight_norm as kernels
 from normmatters.weight_norm import apply_weight_norm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -60,18 +59,6 @@ def same(ours: list[Tensor], reference: list[Tensor], bound: float = 1e-5) -> No
         torch.testing.assert_close(a, b, rtol=0, atol=bound * max(float(b.abs().max()), 1e-3))
 
 
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Which kernels were launched, so that no test passes by way of the plain path."""
-    made: list[str] = []
-    for name in ("forward", "backward"):
-        launch = getattr(kernels.Plan, name)
-        monkeypatch.setattr(
-            kernels.Plan, name, lambda *args, launch=launch, name=name: (made.append(name), launch(*args))[1]
-        )
-    return made
-
-
 # What is left of a step -----------------------------------------------------------------------------------------------
 
 
@@ -81,7 +68,7 @@ def collectors(model: nn.Module) -> list:
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_nothing_of_a_step_outlives_it(compiled, calls):
+def test_nothing_of_a_step_outlives_it(compiled, weight_norm_calls):
     """Nodes that collect gradients belong to a stream: kept ones would bind every step to the first one's."""
     torch._dynamo.reset()
     model = net()
@@ -96,10 +83,10 @@ def test_nothing_of_a_step_outlives_it(compiled, calls):
         model.zero_grad()
         del loss, node
         assert not any("step" in node.metadata for node in collectors(model))
-    assert calls == ["forward", "backward"] * (1 if compiled else 4)
+    assert weight_norm_calls == ["forward", "backward"] * (1 if compiled else 4)
 
 
-def test_nothing_of_a_pass_without_a_backward_pass_is_left(calls):
+def test_nothing_of_a_pass_without_a_backward_pass_is_left(weight_norm_calls):
     model = net()
     gc.disable()  # no cycle keeps it either
     try:
@@ -117,7 +104,7 @@ def test_nothing_of_a_pass_without_a_backward_pass_is_left(calls):
 
 @pytest.mark.parametrize("autocast", [None, torch.float16])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing(reentrant, autocast, calls):
+def test_gradient_checkpointing(reentrant, autocast, weight_norm_calls):
     """What runs again in the backward pass computes its weights again, and saves what it saved before."""
     model, plain = net(reentrant), net(fused=False)
     losses = [loss_of(model, autocast), loss_of(plain, autocast)]
@@ -126,11 +113,11 @@ def test_gradient_checkpointing(reentrant, autocast, calls):
     torch.testing.assert_close(*losses, rtol=1e-6 if autocast is None else 1e-2, atol=0)
     same(gradients(model), gradients(plain), 1e-5 if autocast is None else 2e-2)
     # The two layers of the part; only a reentrant one has a backward pass of its own.
-    assert calls == ["forward"] * 3 + ["backward"] * (3 if reentrant else 1)
+    assert weight_norm_calls == ["forward"] * 3 + ["backward"] * (3 if reentrant else 1)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_part_used_in_a_checkpoint_and_outside(reentrant, calls):
+def test_a_part_used_in_a_checkpoint_and_outside(reentrant, weight_norm_calls):
     model, plain = net(reentrant, twice=True), net(fused=False, twice=True)
     for one in (model, plain):
         loss_of(one).backward()
@@ -138,7 +125,7 @@ def test_a_part_used_in_a_checkpoint_and_outside(reentrant, calls):
 
 
 @pytest.mark.parametrize("order", [1, -1], ids=["first", "last"])
-def test_checkpointed_passes_side_by_side(order, calls):
+def test_checkpointed_passes_side_by_side(order, weight_norm_calls):
     """Whichever graph goes first, the other's part still runs again as it ran; nor does looking at a weight matter."""
     model, plain = net(False), net(fused=False)
     for one in (model, plain):
@@ -147,10 +134,10 @@ def test_checkpointed_passes_side_by_side(order, calls):
         for loss in losses[::order]:
             loss.backward()
     same(gradients(model), gradients(plain))
-    assert calls == ["forward"] * 2 + ["forward", "forward", "backward"] * 2
+    assert weight_norm_calls == ["forward"] * 2 + ["forward", "forward", "backward"] * 2
 
 
-def test_a_checkpointed_part_called_alone(calls):
+def test_a_checkpointed_part_called_alone(weight_norm_calls):
     """It computed its own weights, and does so again, also after a pass of the model."""
     model, plain = net(), net(fused=False)
     x = torch.ones(2, 8, 4, 4, device=DEVICE)
@@ -161,7 +148,7 @@ def test_a_checkpointed_part_called_alone(calls):
                 p.mul_(2)
         checkpoint(one.body, x, use_reentrant=False).square().sum().backward()
     same(gradients(model), gradients(plain))
-    assert calls == ["forward", "backward"]
+    assert weight_norm_calls == ["forward", "backward"]
 
 
 # CUDA graphs ----------------------------------------------------------------------------------------------------------
@@ -170,7 +157,7 @@ def test_a_checkpointed_part_called_alone(calls):
 @pytest.mark.gpu
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_a_step_captured_after_steps_on_the_default_stream(compiled, autocast, calls):
+def test_a_step_captured_after_steps_on_the_default_stream(compiled, autocast, weight_norm_calls):
     """As the benchmark does it: a check of what is compiled against what is not, steps, and then the capture."""
     torch._dynamo.reset()
     models = net(), net()
@@ -189,20 +176,20 @@ def test_a_step_captured_after_steps_on_the_default_stream(compiled, autocast, c
         model.zero_grad(set_to_none=True)
         for _ in range(3):
             update(i)
-    calls.clear()
+    weight_norm_calls.clear()
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
         update(0)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
             captured = update(0)
-        assert bool(calls) == (not compiled)
-        calls.clear()
+        assert bool(weight_norm_calls) == (not compiled)
+        weight_norm_calls.clear()
         losses = []
         for _ in range(4):
             graph.replay()
             losses.append(captured.clone())
-        assert not calls
+        assert not weight_norm_calls
     torch.cuda.synchronize()
     update(1)
     expected = [update(1) for _ in range(4)]

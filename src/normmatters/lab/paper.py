@@ -123,7 +123,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         "Batch or layer norm, weight norm, bounded weight norm",
         "Bounded weight norm comes close to batch and layer norm on every network, and ahead of weight norm.",
         (
-            Panel("ResNet-56, validation error", ("resnet56_bn", "resnet56_wn", "resnet56_bwn")),
+            Panel("ResNet-56, validation error", ("resnet56_bn", "resnet56_wn", "resnet56_bwn", "resnet56_bwn_decay")),
             Panel(
                 "Transformer, validation perplexity",
                 tuple(f"transformer_{n}" for n in _TRANSFORMER),
@@ -131,7 +131,8 @@ EXPERIMENTS: tuple[Experiment, ...] = (
             ),
         ),
         (
-            *("resnet56_bn", "resnet56_wn", "resnet56_bwn", "resnet50_bn", "resnet50_wn", "resnet50_bwn"),
+            *("resnet56_bn", "resnet56_wn", "resnet56_bwn", "resnet56_bwn_decay"),
+            *("resnet50_bn", "resnet50_wn", "resnet50_bwn"),
             *(f"transformer_{n}" for n in _TRANSFORMER),
             *("lstm_ln", "lstm_bwn"),
         ),
