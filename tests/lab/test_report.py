@@ -14,9 +14,11 @@ import pytest
 from synthetic_runs import write_all, write_run
 
 from normmatters.lab.claims import CLAIMS, Claim
+from normmatters.lab.paper import EXPERIMENTS
 from normmatters.lab.report import collect, judge_all, write_report
 from normmatters.lab.report.collect import differences
 from normmatters.lab.report.figures import Chart, Series, svg
+from normmatters.lab.report.html import charts
 from normmatters.lab.report.judge import judge
 
 EQUAL = Claim("E2", "equal", "equal", "fig2/resnet18_l1", "fig2/resnet18_l2", 0.3)
@@ -184,6 +186,33 @@ def test_cost_is_judged_on_a_gpu_only(tmp_path: Path) -> None:
     for claim in claims:
         assert judge(claim, collect([tmp_path / "cpu"])).verdict == "open"
         assert judge(claim, collect([tmp_path / "cuda"])).verdict == "holds"
+
+
+def test_a_panel_with_nothing_of_its_own_is_not_drawn(tmp_path: Path) -> None:
+    """A figure's references stand in each of its panels; one whose other cells have not run would show them again."""
+    fig3 = next(e for e in EXPERIMENTS if e.name == "fig3")
+    for cell in ("l2_fp32", "l1_fp32", "l1_fp16"):
+        write_run(tmp_path, f"fig3/{cell}")
+    assert [panel.title for panel, _ in charts(fig3, collect([tmp_path]))] == ["Validation error"]
+    write_run(tmp_path, "fig3/l1_fp16_x128")
+    assert [panel.title for panel, _ in charts(fig3, collect([tmp_path]))] == [
+        "Validation error",
+        "Inputs × 128 (ours)",
+    ]
+    fig1 = next(e for e in EXPERIMENTS if e.name == "fig1")
+    write_run(tmp_path, "fig1/wd_on")
+    drawn = [panel.metric for panel, _ in charts(fig1, collect([tmp_path]))]
+    assert len(drawn) == len(set(drawn)) > 1  # the same cell, by another measure
+
+
+def test_figures_of_an_earlier_report_go(tmp_path: Path) -> None:
+    write_run(tmp_path / "runs", "fig1/wd_on")
+    folder = tmp_path / "out" / "figures"
+    folder.mkdir(parents=True)
+    for name in ("fig2-0.svg", "fig1-7.png", "mine.svg", "notes-1.txt"):
+        (folder / name).write_text("old")
+    report = write_report([tmp_path / "runs"], tmp_path / "out", images=False)
+    assert {p.name for p in folder.iterdir()} == {"mine.svg", "notes-1.txt", *(p.name for p in report.figures)}
 
 
 def test_what_differs_from_the_paper_is_said(tmp_path: Path) -> None:

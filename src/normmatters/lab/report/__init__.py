@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ from normmatters.lab.report.judge import Verdict, judge_all, not_run
 from normmatters.lab.report.markdown import markdown
 
 __all__ = ["Collection", "Report", "Verdict", "collect", "judge_all", "write_report"]
+
+_FIGURE = re.compile(r"\w+-\d+\.(svg|png)")
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,8 @@ class Report:
 def write_report(runs: Iterable[str | Path], out: str | Path, *, command: str = "", images: bool = True) -> Report:
     """Turn the run folders below ``runs`` into ``out/report.html``, ``out/report.md`` and ``out/figures/*``.
 
-    Everything is read before anything is written, and each file is replaced in one step.
+    Everything is read before anything is written, and each file is replaced in one step; figures of an earlier report
+    that this one does not have are removed.
 
     >>> write_report(["runs/quick"], "runs/quick/report").html        # doctest: +SKIP
     PosixPath('runs/quick/report/report.html')
@@ -50,6 +54,9 @@ def write_report(runs: Iterable[str | Path], out: str | Path, *, command: str = 
                 figures.append(path)
     html = _write(Path(out) / "report.html", page(collection, verdicts, missing, command))
     text = _write(Path(out) / "report.md", markdown(collection, verdicts, missing))
+    for path in folder.iterdir():
+        if path not in figures and _FIGURE.fullmatch(path.name):
+            path.unlink()
     return Report(html, text, tuple(figures), tuple(verdicts), missing, collection)
 
 

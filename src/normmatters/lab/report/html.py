@@ -83,10 +83,12 @@ def experiments_of(collection: Collection) -> list[Experiment]:
 
 
 def charts(experiment: Experiment, collection: Collection) -> list[tuple[Panel, Chart]]:
-    """The panels that have something to draw."""
+    """The panels that have something to draw which no panel before them has drawn."""
     results, found = collection.of(experiment.name), []
+    drawn: set[tuple[str, str]] = set()
     for panel in experiment.panels:
         metric = METRICS[panel.metric]
+        curves = {(panel.metric, name) for name in panel.cells if name in results}
         series = tuple(
             Series(results[name].cell.label, tuple(results[name].curve(panel.metric)), slot)
             for slot, name in enumerate(panel.cells)
@@ -94,8 +96,9 @@ def charts(experiment: Experiment, collection: Collection) -> list[tuple[Panel, 
         )
         title = panel.title + _stand_in(panel, [results[n] for n in panel.cells if n in results])
         chart = Chart(title, metric.label, series, metric.log, metric.unit)
-        if chart.drawable:
+        if chart.drawable and not curves <= drawn:
             found.append((panel, chart))
+            drawn |= curves
     return found
 
 
