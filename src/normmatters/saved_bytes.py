@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from normmatters.convert.fused import FusedMaxPool2d
 from normmatters.kernels import dispatch
-from normmatters.nn.batchnorm import _LpBatchNorm
+from normmatters.nn.batchnorm_base import _LpBatchNorm
 
 __all__ = ["Ghosts", "Kept"]
 

@@ -16,6 +16,7 @@ from normmatters.convert.swap import carry_over, check_model, replace_modules
 from normmatters.functional.batch_norm import TINY
 from normmatters.nn import batchnorm as bn
 from normmatters.nn.batchnorm_act import ThenAct
+from normmatters.nn.batchnorm_base import _LpBatchNorm
 from normmatters.nn.layernorm import L1RMSNorm, LpLayerNorm
 from normmatters.nn.layernorm2d import ChannelsFirst
 from normmatters.nn.sync import SyncLpBatchNorm
@@ -122,7 +123,7 @@ def to_torch(
     model = replace_modules(model, taken)
     pools = any(isinstance(module, nn.MaxPool2d) for module in taken.values())
 
-    norms = [module for module in model.modules() if isinstance(module, bn._LpBatchNorm)]
+    norms = [module for module in model.modules() if isinstance(module, _LpBatchNorm)]
     # Where a ReLU follows (one was just put back), a norm's own changes nothing: relu(relu(x)) = relu(x).
     followed = plan_fusion(model, norms).fused
     unfused |= {norm for norm, kind in followed.items() if kind == "relu"}
@@ -157,7 +158,7 @@ def _plain(module: nn.Module, unfused: bool) -> nn.Module | str | None:
         )
     elif isinstance(module, L1RMSNorm):
         return "torch.nn has only L2"
-    elif isinstance(module, bn._LpBatchNorm):
+    elif isinstance(module, _LpBatchNorm):
         if module.running_mean is None and not (module.p == 2 and module.constant in ("exact", "paper", "none", 1)):
             return "it normalizes by the batch in evaluation too, and torch.nn has only L2"
         if isinstance(module, ThenAct):

@@ -20,8 +20,8 @@ from normmatters.convert.fused import has_hooks
 from normmatters.convert.report import Change, ConversionReport
 from normmatters.convert.swap import check_model, replace_modules
 from normmatters.convert.trace import Untraceable, trace_block
-from normmatters.nn.batchnorm import _LpBatchNorm
 from normmatters.nn.batchnorm_act import ThenAct
+from normmatters.nn.batchnorm_base import _LpBatchNorm
 from normmatters.weight_norm.parametrized import WEIGHT_LAYERS
 
 _log = logging.getLogger(__name__)

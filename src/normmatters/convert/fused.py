@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from normmatters.nn import twin
-from normmatters.nn.batchnorm import _LpBatchNorm
+from normmatters.nn.batchnorm_base import _LpBatchNorm
 
 
 class FusedReLU(nn.Identity):

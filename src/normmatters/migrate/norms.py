@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from normmatters.nn.batchnorm import _LpBatchNorm
+from normmatters.nn.batchnorm_base import _LpBatchNorm
 
 BATCH_NORMS = (_LpBatchNorm, _BatchNorm)
 _INVERSE = ("running_mean", "running_var", "scale", "mean")

@@ -18,8 +18,8 @@ from normmatters.functional.batch_norm import update_running_statistics
 from normmatters.functional.checks import check_batch_norm
 from normmatters.functional.statistic import Kind, compute_dtype, scale_constant, statistic_kind
 from normmatters.kernels.dispatch import _count
-from normmatters.nn.batchnorm import _LpBatchNorm
 from normmatters.nn.batchnorm_act import ThenAct
+from normmatters.nn.batchnorm_base import _LpBatchNorm
 
 
 class SyncLpBatchNorm(_LpBatchNorm):

@@ -9,7 +9,7 @@ from torch import Tensor
 from normmatters.functional.checks import check_batch_norm
 from normmatters.kernels import dispatch
 from normmatters.kernels.dispatch import _check_devices, _constant, _count, _who_counts
-from normmatters.nn.batchnorm import _LpBatchNorm
+from normmatters.nn.batchnorm_base import _LpBatchNorm
 
 
 def fit(norm: Any, input: Tensor, other: Any, other_input: Tensor) -> bool:

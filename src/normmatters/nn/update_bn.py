@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from normmatters.nn.batchnorm import _LpBatchNorm
+from normmatters.nn.batchnorm_base import _LpBatchNorm
 
 
 @torch.no_grad()

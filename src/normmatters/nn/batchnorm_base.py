@@ -1,0 +1,199 @@
+"""What all batch norm modules share: ``torch.nn.BatchNorm``'s state, the running statistics, the forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn import init
+from torch.nn.modules.batchnorm import _NormBase  # not BatchNorm2d: torch's SyncBatchNorm would turn us into plain L2
+
+from normmatters.functional.checks import check_act, check_memory
+from normmatters.functional.statistic import scale_constant
+from normmatters.kernels import dispatch
+
+T = TypeVar("T")
+
+
+class _LpBatchNorm(_NormBase):
+    """State and forward pass of every batch norm here; subclasses fix the statistic and the input's rank.
+
+    The state is ``torch.nn.BatchNorm``'s: weight, bias, running_mean, running_var and num_batches_tracked, under the
+    same keys and with the same meaning, so checkpoints move both ways and evaluation is a plain batch norm.
+
+    ``running_var`` holds s²·n/(n−1), where s = C·statistic is the scale of a batch and n its elements per channel. For
+    p = 2 that is the unbiased variance, as in PyTorch. Under a Gaussian, C·mean|x−μ| estimates σ√(1−1/n), exactly as
+    the biased standard deviation does in the square, so the same factor corrects L1 in the same sense (F5).
+    """
+
+    _ranks: tuple[int, ...]
+    _default_p: float | str = 1
+    _default_k: int | None = None
+
+    #: None, or ``"max"``: a max pool over 3×3 windows with stride 2 and padding 1 follows ``act``, in one pass where a
+    #: kernel can. Set by :func:`normmatters.convert`, which leaves a placeholder where the pool was.
+    pool: str | None = None
+
+    def __init__(
+        self,
+        num_features: int,
+        p: float | str = 1,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        *,
+        bias: bool = True,
+        k: int | None = None,
+        constant: str | float = "exact",
+        act: str | None = None,
+        memory: str = "exact",
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        scale_constant(p, k or 2, k, constant)  # refuses a p, a k, or a constant that this p does not have
+        check_act(act)
+        check_memory(memory)
+        if eps < 0:
+            raise ValueError(f"eps must not be negative, got {eps}")
+        if p == "mean":  # no scale: so that evaluation is still exactly a batch norm, whose running_var stays 1
+            eps = 0.0
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
+        if not bias:  # not passed on: torch 2.11's base class has no such argument
+            self.register_parameter("bias", None)
+        if p == "mean":
+            self.register_parameter("weight", None)
+        self.p = p
+        self.k = k
+        self.constant = constant
+        self.act = act
+        self.memory = memory
+
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Normalize ``input``, (N, C, ...), add ``residual`` of the same shape if given, apply ``act`` if set."""
+        return self._forward(self._batch_norm, input, residual)
+
+    def forward_linked(
+        self, input: Tensor, residual: Tensor | None = None, link: Tensor | None = None, linked: bool = True
+    ) -> tuple[Tensor, Tensor | None]:
+        """:meth:`forward` where the gradients of a residual and of its other use are not added in between.
+
+        Hand the output and the link that comes with it on together: the output to whatever else uses it, both to the
+        ``forward_linked`` whose residual it is. That saves two passes over memory. There is no link, but None, unless
+        ``linked``, and where no kernel runs; the result is the same.
+
+        Example::
+
+            >>> first, second = L1BatchNorm2d(4, act="relu"), L1BatchNorm2d(4, act="relu")
+            >>> z, link = first.forward_linked(torch.randn(8, 4, 5, 5))
+            >>> z, _ = second.forward_linked(2 * z, z, link, linked=False)
+        """
+        return self._forward(self._linked_batch_norm, input, residual, link, linked)
+
+    def _forward(self, normalize: Callable[..., T], input: Tensor, residual: Tensor | None, *links: Any) -> T:
+        self._check_input_dim(input)
+        buffers = self._buffers  # attributes of a module are looked for here last, and take several times as long
+        tracked = self.training and self.track_running_stats and not _recomputing()
+        count = buffers["num_batches_tracked"] if tracked else None
+        momentum = self.momentum
+        if momentum is None:  # cumulative average: the count is raised later, once nothing can fail any more
+            momentum = 0.0 if count is None else 1.0 / (float(count) + 1)
+        running_mean, running_var = buffers["running_mean"], buffers["running_var"]
+        use_buffers = tracked or not self.training
+        return normalize(
+            input,
+            running_mean if use_buffers else None,
+            running_var if use_buffers else None,
+            count,
+            self.training or (running_mean is None and running_var is None),
+            momentum,
+            residual,
+            *links,
+        )
+
+    def _batch_norm(
+        self,
+        input: Tensor,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        count: Tensor | None,
+        training: bool,
+        momentum: float,
+        residual: Tensor | None,
+    ) -> Tensor:
+        """The normalization itself; :class:`~normmatters.nn.sync.SyncLpBatchNorm` takes it over several processes."""
+        statistics = (running_mean, running_var, self.weight, self.bias, training, momentum, self.eps)
+        if self.pool is not None and residual is None:
+            return dispatch.pooled_batch_norm(input, *statistics, **self._options(count))
+        return self._pooled(dispatch.batch_norm(input, *statistics, residual=residual, **self._options(count)))
+
+    def _pooled(self, output: Tensor) -> Tensor:
+        return output if self.pool is None else dispatch.max_pool(output)
+
+    def _linked_batch_norm(
+        self,
+        input: Tensor,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        count: Tensor | None,
+        training: bool,
+        momentum: float,
+        residual: Tensor | None,
+        link: Tensor | None,
+        linked: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        if self.pool is not None:  # a link belongs to what is not pooled
+            return self._batch_norm(input, running_mean, running_var, count, training, momentum, residual), None
+        statistics = (running_mean, running_var, self.weight, self.bias, training, momentum, self.eps)
+        options = self._options(count)
+        return dispatch.linked_batch_norm(input, *statistics, residual=residual, link=link, linked=linked, **options)
+
+    def _options(self, count: Tensor | None) -> dict[str, Any]:
+        return {
+            "p": self.p,
+            "k": self.k,
+            "constant": self.constant,
+            "act": self.act,
+            "memory": self.memory,
+            "num_batches_tracked": count,
+        }
+
+    def reset_parameters(self) -> None:
+        """Reset the running statistics, the weight to 1 and the bias to 0."""
+        self.reset_running_stats()
+        if self.weight is not None:
+            init.ones_(self.weight)
+        if self.bias is not None:
+            init.zeros_(self.bias)
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() not in self._ranks:
+            expected = " or ".join(f"{rank}D" for rank in self._ranks)
+            raise ValueError(f"expected {expected} input (got {input.dim()}D input)")
+        if input.shape[1] != self.num_features:
+            raise ValueError(f"expected {self.num_features} channels in dimension 1, got shape {tuple(input.shape)}")
+
+    def extra_repr(self) -> str:
+        """``torch.nn.BatchNorm``'s, then what differs from this class's defaults."""
+        ours = {
+            "p": (self.p, self._default_p),
+            "k": (self.k, self._default_k),
+            "constant": (self.constant, "exact"),
+            "act": (self.act, None),
+            "memory": (self.memory, "exact"),
+            "pool": (self.pool, None),
+        }
+        changed = [f"{name}={value!r}" for name, (value, default) in ours.items() if value != default]
+        return ", ".join([super().extra_repr(), *changed])
+
+
+def _recomputing() -> bool:
+    """Whether this forward pass runs inside a backward pass: activation checkpointing's recompute.
+
+    It must give the same output again but not count the batch a second time. A checkpoint inside a compiled function
+    needs no such check: what is recomputed there are values, never the updates of buffers. A compiled module inside an
+    eager checkpoint cannot be told apart and counts twice, as torch.nn's does.
+    """
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
