@@ -14,7 +14,7 @@ from torch.nn.utils.parametrizations import weight_norm
 import normmatters as nm
 from models import ResNet, batch
 from normmatters.doctor import Spread, diagnose
-from normmatters.kernels import dispatch
+from normmatters.kernels import backends
 from normmatters.tails import tails
 
 
@@ -139,7 +139,7 @@ def test_what_cannot_be_found_is_said() -> None:
 
 
 def test_without_triton_memory_after_convert_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "_TRITON_MISSING", "triton is not installed")
+    monkeypatch.setattr(backends, "TRITON_MISSING", "triton is not installed")
     found = diagnose(small(), torch.randn(4, 3, 6, 6), invariance=False)
     assert found.kept is not None
     assert found.kept.now > 0

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import normmatters as nm
 from models import ResNet, batch
-from normmatters.kernels import dispatch
+from normmatters.kernels import backends, dispatch
 from normmatters.saved_bytes import Ghosts, Kept
 
 
@@ -47,7 +47,7 @@ def test_kernels_keep_what_they_say(
     x = torch.randn(8, 4, 4, 4, requires_grad=True)
     inputs = (x, torch.randn_like(x)) if residual else (x,)
     ghosts = Ghosts()
-    monkeypatch.setattr(dispatch, "_INTERPRETED", True)
+    monkeypatch.setattr(backends, "INTERPRETED", True)
     sizes, _ = ghosts.keeps(ghosts.of(layer), inputs)
     assert dispatch.batch_norm_backend(x).name == "triton"
     assert sizes == {"": really_kept(layer, *inputs)}

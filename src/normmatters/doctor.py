@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from normmatters.convert import ConversionReport, convert
 from normmatters.convert.swap import check_model
-from normmatters.kernels import dispatch
+from normmatters.kernels import backends
 from normmatters.optim import Recipe, channel_norms, scale_invariant_parameters, steps_to_equilibrium
 from normmatters.optim._probe import unwrap
 from normmatters.optim._rows import plain_name, resolve
@@ -307,8 +307,8 @@ def diagnose(
     else:
         try:
             kept, inputs, total = ghosts.compare(ghosts.of(model), converted, example_input)
-            if dispatch._TRITON_MISSING:
-                notes.append(f"memory after convert was not measured: {dispatch._TRITON_MISSING}")
+            if backends.TRITON_MISSING:
+                notes.append(f"memory after convert was not measured: {backends.TRITON_MISSING}")
         except Exception as error:  # whatever the model's own code raises
             notes.append(f"memory was not measured: {_first_line(error)}")
     measured: dict[str, Spread] = {}

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from normmatters.convert.fused import FusedMaxPool2d
-from normmatters.kernels import dispatch
+from normmatters.kernels import backends
 from normmatters.nn.batchnorm_base import _LpBatchNorm
 
 __all__ = ["Ghosts", "Kept"]
@@ -86,7 +86,7 @@ class Ghosts:
             now[norm] = now.get(norm, 0) + now.pop(pool, 0)
         exact: dict[str, int] | None = None
         lean: dict[str, int] | None = None
-        if not dispatch._TRITON_MISSING:
+        if not backends.TRITON_MISSING:
             with _kernels_everywhere():
                 exact, _ = self.keeps(after, example_input)
                 for module in after.modules():
@@ -145,8 +145,8 @@ def _size_of(name: str, sizes: dict[str, int]) -> int:
 @contextlib.contextmanager
 def _kernels_everywhere() -> Iterator[None]:
     """Let the dispatcher choose for tensors without memory as it does for those on a GPU. No kernel is launched."""
-    before, dispatch._INTERPRETED = dispatch._INTERPRETED, True
+    before, backends.INTERPRETED = backends.INTERPRETED, True
     try:
         yield
     finally:
-        dispatch._INTERPRETED = before
+        backends.INTERPRETED = before

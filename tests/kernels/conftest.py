@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from normmatters.kernels import dispatch
+from normmatters.kernels import backends
 from quick_interpreter import quicken
 
 if not torch.cuda.is_available():
@@ -19,7 +19,7 @@ if not torch.cuda.is_available():
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the dispatcher send CPU tensors to the kernels; everywhere else they take the equations."""
-    monkeypatch.setattr(dispatch, "_INTERPRETED", not torch.cuda.is_available())
+    monkeypatch.setattr(backends, "INTERPRETED", not torch.cuda.is_available())
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from batch_norm_cases import DEVICE, EPS, KINDS
 
 from normmatters import precision
 from normmatters.functional import lp_batch_norm, lp_layer_norm
-from normmatters.kernels import dispatch
+from normmatters.kernels import backends, dispatch
 from normmatters.kernels.triton import batch_norm_statistics as kernels
 
 X = torch.randn(6, 3, 4, device=DEVICE)
@@ -61,7 +61,7 @@ def test_too_many_groups(monkeypatch):
 
 
 def test_a_cpu_tensor_is_not_interpreted_unless_asked(monkeypatch):
-    monkeypatch.setattr(dispatch, "_INTERPRETED", False)
+    monkeypatch.setattr(backends, "INTERPRETED", False)
     backend = dispatch.batch_norm_backend(X.cpu())
     assert backend == ("hand-derived", "the input is on cpu, and the kernels run on CUDA devices")
     assert dispatch.layer_norm_backend(X.cpu(), (4,)) == ("plain", backend.reason)
@@ -89,12 +89,12 @@ def test_environment():
     """NORMMATTERS_KERNELS is read once; only "interpret" sends a CPU tensor to the kernels."""
     code = """
 import importlib, os, torch
-from normmatters.kernels import dispatch as d
+from normmatters.kernels import backends
 for setting in "0", "interpret":
     os.environ["NORMMATTERS_KERNELS"] = setting  # too late
-    print(*d.batch_norm_backend(torch.ones(2, 3)))
-    importlib.reload(d)
-    print(*d.batch_norm_backend(torch.ones(2, 3)))
+    print(*backends.batch_norm_backend(torch.ones(2, 3)))
+    importlib.reload(backends)
+    print(*backends.batch_norm_backend(torch.ones(2, 3)))
 """
     environment = os.environ | {"NORMMATTERS_KERNELS": "interpret", "TRITON_INTERPRET": "1"}
     done = subprocess.run(
@@ -108,12 +108,12 @@ for setting in "0", "interpret":
 def test_triton_that_is_missing_is_said(monkeypatch):
     monkeypatch.delenv("NORMMATTERS_KERNELS", raising=False)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert dispatch._find_triton() == "triton is not installed"
+    assert backends.find_triton() == "triton is not installed"
 
 
 @pytest.mark.gpu
 def test_a_fall_back_on_a_gpu_is_logged_once(caplog):
-    dispatch._log_once.cache_clear()
+    backends.log_once.cache_clear()
     with caplog.at_level(logging.INFO, logger="normmatters.kernels"):
         for _ in range(3):
             dispatch.batch_norm(X, None, None, None, None, True, 0.1, EPS, p=1.5)

@@ -17,7 +17,7 @@ from batch_norm_cases import DEVICE
 from gpu_steps import check_cuda_graph
 
 from normmatters import precision
-from normmatters.kernels import dispatch
+from normmatters.kernels import backends
 from normmatters.kernels.triton import tree_mean
 from normmatters.kernels.triton.launch import Launch
 from normmatters.kernels.triton.rounding import FORMATS
@@ -37,7 +37,7 @@ gpu = pytest.mark.gpu
 def plain() -> Iterator[None]:
     """Without kernels."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dispatch, "_TRITON_MISSING", "kernels are switched off by the test")
+        patch.setattr(backends, "TRITON_MISSING", "kernels are switched off by the test")
         yield
 
 

@@ -16,7 +16,7 @@ from test_links import DEVICE, Block
 
 from normmatters import precision
 from normmatters.convert import convert, to_torch
-from normmatters.kernels import dispatch
+from normmatters.kernels import backends
 from normmatters.nn import LpBatchNorm2d, twin
 from normmatters.nn.sync import convert_sync_batchnorm
 
@@ -109,7 +109,7 @@ def by_two(model):
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(twin, "fit", lambda *_: False)
         if all(module.memory == "exact" for module in model.modules() if isinstance(module, LpBatchNorm2d)):
-            patched.setattr(dispatch, "_INTERPRETED", False)
+            patched.setattr(backends, "INTERPRETED", False)
         return step(copy.deepcopy(model))
 
 
@@ -253,7 +253,7 @@ def test_where_no_kernel_runs(calls, block):
     with precision.arithmetic("fp16"):
         low = block(x)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(dispatch, "_TRITON_MISSING", "there is none")
+        patched.setattr(backends, "TRITON_MISSING", "there is none")
         torch.testing.assert_close(low, block(x), rtol=0.02, atol=0.02)
     block.eval()(x)
     assert calls == []

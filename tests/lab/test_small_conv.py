@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 pytest.importorskip("triton")
 
-from normmatters.kernels import dispatch
+from normmatters.kernels import backends
 from normmatters.lab.capture import all_at_once
 from normmatters.lab.models.conv import SmallConv2d, conv
 
@@ -19,7 +19,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GP
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "_INTERPRETED", not torch.cuda.is_available())
+    monkeypatch.setattr(backends, "INTERPRETED", not torch.cuda.is_available())
 
 
 def made(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:

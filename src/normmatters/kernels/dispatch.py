@@ -1,82 +1,39 @@
-"""Chooses the backend of each normalization: fused Triton kernels, the hand-derived gradient, or the plain equation.
-
-:func:`batch_norm_backend` and :func:`layer_norm_backend` say which one serves a call, and why not a faster one. When a
-call on a GPU falls back, the same sentence is logged once (logger ``normmatters.kernels``, level INFO).
-"""
+"""Normalizations by the backend that :mod:`normmatters.kernels.backends` chooses; checked, then computed."""
 
 from __future__ import annotations
 
 import functools
-import importlib.util
-import logging
 import math
-import os
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from normmatters import functional, precision
 from normmatters.functional import hand_derived
-from normmatters.functional.checks import check_batch_norm, check_layer_norm, check_memory
-from normmatters.functional.statistic import Kind, check_constant, compute_dtype, scale_constant, statistic_kind
+from normmatters.functional.checks import check_batch_norm, check_layer_norm
+from normmatters.functional.statistic import check_constant, compute_dtype, scale_constant, statistic_kind
+from normmatters.kernels.backends import (
+    Backend,
+    batch_norm_backend,
+    chosen_for_batch_norm,
+    layer_norm_backend,
+    say,
+    why_not_pooled,
+)
 
-logger = logging.getLogger("normmatters.kernels")
-
-_KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
-
-class Backend(NamedTuple):
-    """``name`` is ``"triton"``, ``"hand-derived"``, ``"plain"`` or ``"arithmetic"``; ``reason`` says why not faster.
-
-    >>> Backend("plain", "in evaluation the module is torch's own batch norm").name
-    'plain'
-    """
-
-    name: str
-    reason: str
-
-
-def _find_triton() -> str:
-    """Why no kernel can run in this process at all; empty if it can."""
-    if os.environ.get("NORMMATTERS_KERNELS", "1") == "0":
-        return "kernels are switched off by NORMMATTERS_KERNELS=0"
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
-    return ""
-
-
-_TRITON_MISSING = _find_triton()
-# Triton's interpreter (TRITON_INTERPRET=1) runs the kernels on a CPU, thousands of times slower than the equations do:
-# the kernels' own tests ask for it, and nothing else should get it for having the variable set.
-_INTERPRETED = os.environ.get("NORMMATTERS_KERNELS") == "interpret"
-
-
-def _why_not_triton(input: Tensor) -> str:
-    if _TRITON_MISSING:
-        return _TRITON_MISSING
-    if not input.is_cuda and not (_INTERPRETED and input.device.type == "cpu"):
-        return f"the input is on {input.device.type}, and the kernels run on CUDA devices"
-    if input.dtype not in _KERNEL_DTYPES:
-        return f"the kernels take float16, bfloat16 and float32, the input is {input.dtype}"
-    if type(input) is not Tensor and is_traceable_wrapper_subclass(input):
-        return f"a {type(input).__name__} has no memory of its own"
-    if input.numel() == 0:
-        return "the input is empty"
-    # The flag itself: up to torch 2.11, `is_exporting()` is also true inside torch.compile (pytorch/pytorch#176347).
-    if getattr(torch.compiler, "_is_exporting_flag", False):
-        return "exported programs are to run without this library"
-    if not torch.compiler.is_compiling():
-        if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
-            return "torch.func transforms and forward-mode differentiation need the plain equation"
-    return ""
-
-
-_TRITON = Backend("triton", "")
-
+__all__ = [
+    "Backend",
+    "batch_norm",
+    "batch_norm_backend",
+    "layer_norm",
+    "layer_norm_backend",
+    "linked_batch_norm",
+    "max_pool",
+    "pooled_batch_norm",
+    "rms_norm",
+]
 
 _cached_constant = functools.lru_cache(typed=True)(scale_constant)  # typed: True is no constant, but equals 1
 
@@ -84,104 +41,6 @@ _cached_constant = functools.lru_cache(typed=True)(scale_constant)  # typed: Tru
 def _constant(p: float | str, n: int, k: int | None, constant: str | float) -> float:
     """The constant from a cache, but not for the compiler: it would look into the cache anyway, and warn of it."""
     return (scale_constant if torch.compiler.is_compiling() else _cached_constant)(p, n, k, constant)
-
-
-def batch_norm_backend(
-    input: Tensor, *, training: bool = True, p: float | str = 1, k: int | None = None, memory: str = "exact"
-) -> Backend:
-    """Which backend serves a batch norm of ``input``, (N, C, ...), and why not a faster one.
-
-    Example::
-
-        >>> batch_norm_backend(torch.randn(8, 3, 4, 4), p=1).name
-        'hand-derived'
-    """
-    return _batch_norm_backend(input, training, p, k, memory)[0]
-
-
-def _batch_norm_backend(
-    input: Tensor, training: bool, p: float | str, k: int | None, memory: str
-) -> tuple[Backend, Kind | None]:
-    """The backend, and if it is the kernels the kind of statistic, else None."""
-    check_memory(memory)
-    if precision.active() is not None:
-        return Backend("arithmetic", "normmatters.precision.arithmetic is active"), None
-    if not training:
-        return Backend("plain", "in evaluation the module is torch's own batch norm"), None
-    reason = _why_not_triton(input)
-    if reason:
-        return Backend("hand-derived", reason), None
-    kind = statistic_kind(p, k)
-    reason = _why_not_batch_norm_kernel(input, kind, k)
-    return (Backend("hand-derived", reason), None) if reason else (_TRITON, kind)
-
-
-def _why_not_batch_norm_kernel(input: Tensor, kind: str, k: int | None) -> str:
-    if kind in ("l1", "l2", "mean"):
-        return ""
-    from normmatters.kernels.triton import batch_norm_statistics as kernels
-
-    if kind == "lp":
-        return "there are kernels for p = 1, 2, inf, Top(k), range and mean-only, not for a general p"
-    if kind == "topk" and k is not None and k > kernels.MAX_K:
-        return f"the Top(k) kernel takes k <= {kernels.MAX_K}, got k={k}"
-    if input.dim() >= 2:
-        groups = _groups(tuple(map(int, input.shape)), input.is_contiguous(), input.element_size(), k or 1)
-        if groups > kernels.MAX_GROUPS:
-            return f"{groups} groups a channel are more than the {kernels.MAX_GROUPS} that the selection kernel holds"
-    return ""
-
-
-def _groups(shape: tuple[int, ...], contiguous: bool, itemsize: int, k: int) -> int:
-    """Groups a channel of an input of this shape."""
-    from normmatters.kernels.triton import batch_norm_statistics as kernels
-    from normmatters.kernels.triton.layout import _view
-
-    return kernels.groups_of(_view(shape, contiguous), itemsize, k)
-
-
-# To the compiler a number: it would look into the caches behind it, and warn of each.
-_groups._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def _why_not_pooled_kernel(input: Tensor, kind: str, act: str | None) -> str:
-    if kind != "l1" or act != "relu":
-        return "the pool is a part of L1 batch norm with a ReLU only"
-    if input.dim() != 4 or not input.is_contiguous(memory_format=torch.channels_last):
-        return "the pool is a part of the kernels for channels_last inputs only"
-    return ""
-
-
-def layer_norm_backend(
-    input: Tensor, normalized_shape: Sequence[int], *, p: float | str = 1, k: int | None = None
-) -> Backend:
-    """Which backend serves a layer norm or RMS norm of ``input``, (..., *normalized_shape), and why not a faster one.
-
-    Example::
-
-        >>> layer_norm_backend(torch.randn(8, 16), [16]).reason
-        'the input is on cpu, and the kernels run on CUDA devices'
-    """
-    if precision.active() is not None:
-        return Backend("arithmetic", "normmatters.precision.arithmetic is active")
-    reason = _why_not_triton(input)
-    if not reason and statistic_kind(p, k) not in ("l1", "l2"):
-        reason = "there are layer norm kernels for p = 1 and p = 2 only"
-    if not reason:
-        from normmatters.kernels import layer_norm_ops
-
-        reason = layer_norm_ops.supported(input, normalized_shape) or ""
-    return Backend("plain", reason) if reason else _TRITON
-
-
-@functools.lru_cache(1024)
-def _log_once(message: str) -> None:
-    logger.info(message)
-
-
-def _say(what: str, backend: Backend, input: Tensor) -> None:
-    if backend.reason and input.is_cuda and not torch.compiler.is_compiling():
-        _log_once(f"{what} falls back to {backend.name}: {backend.reason}")
 
 
 def _check_devices(input: Tensor, *others: Tensor | None) -> None:
@@ -276,7 +135,7 @@ def linked_batch_norm(
         >>> link is None  # on a CPU
         True
     """
-    backend, kind = _batch_norm_backend(input, training, p, k, memory)
+    backend, kind = chosen_for_batch_norm(input, training, p, k, memory)
     if kind is not None:
         from normmatters.kernels.ops import batch_norm as kernel  # of the module itself: quicker than of the package
 
@@ -309,7 +168,7 @@ def linked_batch_norm(
         _count(late)
         return output, link
     if training:
-        _say("batch norm", backend, input)
+        say("batch norm", backend, input)
     plain = precision.batch_norm if backend.name == "arithmetic" else hand_derived.batch_norm
     output = plain(
         input,
@@ -360,9 +219,9 @@ def pooled_batch_norm(
         tensor([0.0000, 1.3963])
     """
     tensors = (running_mean, running_var, weight, bias)
-    _, kind = _batch_norm_backend(input, training, p, k, memory)
+    _, kind = chosen_for_batch_norm(input, training, p, k, memory)
     if kind is not None:
-        reason = _why_not_pooled_kernel(input, kind, act)
+        reason = why_not_pooled(input, kind, act)
         if not reason:
             from normmatters.kernels.pooled_ops import pooled_batch_norm as kernel
 
@@ -373,7 +232,7 @@ def pooled_batch_norm(
             output = kernel(input, *tensors, momentum, eps, constant=C, batches=batches)
             _count(late)
             return output
-        _say("max pool behind a batch norm", Backend("plain", reason), input)
+        say("max pool behind a batch norm", Backend("plain", reason), input)
     output = batch_norm(
         input, *tensors, training, momentum, eps,
         p=p, k=k, constant=constant, act=act, memory=memory, num_batches_tracked=num_batches_tracked,
@@ -419,7 +278,7 @@ def layer_norm(
         return _layer_norm_kernel(input, normalized_shape, weight, bias, eps, p, k, constant, centered=True)
     if backend.name == "arithmetic":
         return precision.layer_norm(input, normalized_shape, weight, bias, eps, p=p, k=k, constant=constant)
-    _say("layer norm", backend, input)
+    say("layer norm", backend, input)
     return functional.lp_layer_norm(input, normalized_shape, weight, bias, eps, p=p, k=k, constant=constant)
 
 
@@ -447,7 +306,7 @@ def rms_norm(
         return _layer_norm_kernel(input, normalized_shape, weight, None, epsilon, p, None, constant, centered=False)
     if backend.name == "arithmetic":
         return precision.rms_norm(input, normalized_shape, weight, eps, p=p, constant=constant)
-    _say("RMS norm", backend, input)
+    say("RMS norm", backend, input)
     return functional.lp_rms_norm(input, normalized_shape, weight, eps, p=p, constant=constant)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from normmatters.kernels import dispatch
+from normmatters.kernels import backends
 from normmatters.kernels.library import LIBRARY, on_device, register
 from normmatters.kernels.triton import weight_norm as kernels
 from normmatters.kernels.triton.rows import places_of
@@ -27,7 +27,7 @@ LIBRARY.define("bounded_weights_backward(Tensor g, Tensor[] v, Tensor[] rho, Ten
 
 def supported(v: Tensor, rho: Tensor, *, dim: int | None, p: float, k: int | None) -> str | None:
     """Why the kernels cannot take this weight, or None if they can."""
-    if not (v.is_cuda or (dispatch._INTERPRETED and v.device.type == "cpu")):
+    if not (v.is_cuda or (backends.INTERPRETED and v.device.type == "cpu")):
         return f"they run on a CUDA device, not on {v.device}"
     if v.dtype not in kernels.DTYPES or rho.dtype != torch.float32:
         return f"they take float16, bfloat16 and float32 with a float32 rho, not {v.dtype} with {rho.dtype}"

@@ -72,9 +72,9 @@ def _operate(
 
 
 def _can_use_kernels(x: Tensor) -> bool:
-    from normmatters.kernels import dispatch  # here, for it imports `precision`
+    from normmatters.kernels import backends  # which itself asks whether arithmetic is active
 
-    return not dispatch._why_not_triton(x)
+    return not backends.why_not_triton(x)
 
 
 @lru_cache(maxsize=4096)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normmatters.kernels import dispatch
+from normmatters.kernels import backends
 
 _CHANNELS = (16, 32, 64)
 _LARGEST = 1 << 21  # elements of an input: a CIFAR network's first stage at 128 images. A library's kernels like more.
@@ -39,7 +39,7 @@ def _why_not(x: Tensor) -> bool:
     # Where batch norm's kernels do not run, these do not either.
     return (
         x.numel() > _LARGEST
-        or bool(dispatch._why_not_triton(x))
+        or bool(backends.why_not_triton(x))
         or torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
         or not x.is_contiguous(memory_format=torch.channels_last)
