@@ -156,7 +156,7 @@ def test_runs_are_equal():
 )
 def test_the_unfused_way(x, options, reason, monkeypatch):
     said: list[str] = []
-    monkeypatch.setattr(dispatch, "_say", lambda what, backend, input: said.append(f"{what}: {backend.reason}"))
+    monkeypatch.setattr(dispatch, "say", lambda what, backend, input: said.append(f"{what}: {backend.reason}"))
     options = {"act": "relu", **options}
     weight, bias = (t.to(x.dtype) if x.dtype == torch.float64 else t for t in parameters(3).values())
     arguments = (None, None, weight, bias, True, 0.1, EPS)
