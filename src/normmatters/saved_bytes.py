@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 from normmatters.convert.fused import FusedMaxPool2d
 from normmatters.kernels import backends
 from normmatters.nn.batchnorm_base import _LpBatchNorm
+from normmatters.optim._probe import run
 
 __all__ = ["Ghosts", "Kept"]
 
@@ -128,7 +129,7 @@ class Ghosts:
         x = tree_map_only(Tensor, self._tensor, example_input)
         try:
             with self.mode, torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), torch.enable_grad():
-                _ = ghost(**x) if isinstance(x, Mapping) else ghost(*x) if isinstance(x, tuple | list) else ghost(x)
+                run(ghost, x)
         finally:
             for handle in handles:
                 handle.remove()

@@ -7,7 +7,6 @@ says what changes when one takes the other's place.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from normmatters.convert.swap import is_channels_first
 from normmatters.functional.statistic import compute_dtype, scale_constant, squared_scale
 from normmatters.nn.layernorm import LpLayerNorm
+from normmatters.optim._probe import run
 
 __all__ = ["measure_tails", "tails"]
 
@@ -80,8 +80,7 @@ def measure_tails(model: nn.Module, example_input: Any) -> dict[str, Tensor]:
                 module.register_forward_pre_hook(partial(look, name))
     devices = {t.device for t in [*copied.parameters(), *copied.buffers()] if t.device.type == "cuda"}
     with torch.random.fork_rng(devices):
-        x = example_input
-        _ = copied(**x) if isinstance(x, Mapping) else copied(*x) if isinstance(x, tuple | list) else copied(x)
+        run(copied, example_input)
     joined = {name: torch.cat(parts) for name, parts in found.items()}
     varying = {name: ratios[ratios.isfinite()] for name, ratios in joined.items()}
     return {name: ratios for name, ratios in varying.items() if len(ratios)}

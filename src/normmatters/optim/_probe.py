@@ -30,6 +30,15 @@ def unwrap(model: nn.Module) -> nn.Module:
             return model
 
 
+def run(model: nn.Module, example_input: Any) -> Any:
+    """The model's output for a tensor, a tuple or list of positional, or a mapping of keyword arguments."""
+    if isinstance(example_input, Mapping):
+        return model(**example_input)
+    if isinstance(example_input, tuple | list):
+        return model(*example_input)
+    return model(example_input)
+
+
 def _tensors(output: Any) -> Iterator[Tensor]:
     """All floating-point tensors in nested tuples, lists, mappings."""
     if isinstance(output, Tensor):
@@ -102,14 +111,8 @@ class Probe:
         with torch.no_grad():
             for buffer, value in self._buffers:
                 buffer.copy_(value)
-        x = self.input
-        if isinstance(x, Mapping):
-            out = self.model(**x)
-        elif isinstance(x, tuple | list):
-            out = self.model(*x)
-        else:
-            out = self.model(x)
-        return torch.cat([t.reshape(-1) for t in _tensors(out)] or [torch.empty(0)])
+        parts = [t.reshape(-1) for t in _tensors(run(self.model, self.input))]
+        return torch.cat(parts or [torch.empty(0)])
 
     def gradients(self, probes: int) -> list[dict[str, Tensor]]:
         """Gradients of `probes` random linear losses of unit scale, by name."""

@@ -48,7 +48,7 @@ class Seq2Seq(Translator):
         self.score = nn.Linear(d_model, d_model, bias=False)
         self.combine = nn.Linear(2 * d_model, d_model)
         self.drop = Dropout(dropout)
-        self.temperature = math.sqrt(d_model) if scaled else 1.0
+        self.scaled = scaled
         self.classifier = nn.Linear(d_model, vocabulary)
 
     def encode(self, source: Tensor) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
@@ -69,7 +69,10 @@ class Seq2Seq(Translator):
         return x, mask, states
 
     def attend(self, h: Tensor, memory: Tensor, mask: Tensor) -> Tensor:
-        scores = self.score(h / self.temperature if self.temperature != 1 else h) @ memory.transpose(1, 2)
+        query = self.score(h)
+        if self.scaled:
+            query = query / math.sqrt(query.shape[2])
+        scores = query @ memory.transpose(1, 2)
         weights = scores.masked_fill(~mask[:, None, :], float("-inf")).softmax(2)
         return self.classifier(self.drop(torch.tanh(self.combine(torch.cat([weights @ memory, h], 2)))))  # type: ignore[no-any-return]
 
