@@ -139,18 +139,18 @@ def test_claims_about_cells_that_were_not_run_are_counted_and_not_listed(tmp_pat
     write_run(tmp_path, "fig2/resnet18_l1", preset=preset, final=0.90)
     write_run(tmp_path, "fig2/resnet18_l2", preset=preset, final=0.90)
     write_run(tmp_path, "fig2/resnet18_topk", preset=preset, finished=False)
+    write_run(tmp_path, "fig4/wn", preset=preset, final=0.90)
     report = write_report([tmp_path], tmp_path / "out", images=False)
     shown = {v.claim.a: v.measured for v in report.verdicts}
-    # What did not finish stays in sight. fig2 has four claims more; fig4, supp1, table2 and lean are there for
-    # shared cells.
+    # What did not finish stays in sight. fig2 and fig4 have four claims more each; supp1, table2 and lean share cells
+    # with them, but were not asked for.
     assert set(shown) == {"fig2/resnet18_l1", "fig2/resnet18_topk"}
     assert shown["fig2/resnet18_topk"] == "no finished run of fig2/resnet18_topk"
     how = {
-        "quick": "`normmatters reproduce fig2 fig4 supp1 table2 --preset quick` and "
-        "`normmatters reproduce fig4 lean --preset short`",
-        "cifar": "`normmatters reproduce fig2 fig4 supp1 table2 lean --preset cifar`",
+        "quick": "`normmatters reproduce fig2 fig4 --preset quick` and `normmatters reproduce fig4 --preset short`",
+        "cifar": "`normmatters reproduce fig2 fig4 --preset cifar`",
     }
-    said = f"{4 + 4 + 4 + 2 + 3} more claims are about cells that were not run here; these are run by {how[preset]}."
+    said = f"8 more claims are about cells that were not run here; these are run by {how[preset]}."
     assert report.not_run == said
     assert report.not_run in report.markdown.read_text()
     assert report.not_run.replace("`", "") in re.sub("</?code>", "", report.html.read_text())
@@ -203,6 +203,16 @@ def test_a_panel_with_nothing_of_its_own_is_not_drawn(tmp_path: Path) -> None:
     write_run(tmp_path, "fig1/wd_on")
     drawn = [panel.metric for panel, _ in charts(fig1, collect([tmp_path]))]
     assert len(drawn) == len(set(drawn)) > 1  # the same cell, by another measure
+
+
+def test_an_experiment_of_borrowed_cells_alone_is_not_shown(tmp_path: Path) -> None:
+    """ResNet-56's L1 and L2 are in five experiments; only those that these runs were made for get a section."""
+    for cell in ("table1/resnet56_bn", "supp1/resnet56_with_c"):
+        write_run(tmp_path, cell, preset="cifar")
+    assert set(collect([tmp_path]).experiments) == {"supp1", "table1", "table2"}  # Table 2 judges them
+    write_run(tmp_path, "lean/resnet56_l1_lean", preset="cifar")
+    lean = write_report([tmp_path], tmp_path / "report", images=False).markdown.read_text().partition("Lean memory")[2]
+    assert "ResNet-56, L2" in lean
 
 
 def test_figures_of_an_earlier_report_go(tmp_path: Path) -> None:

@@ -53,6 +53,10 @@ class Claim:
         return self.a.partition("/")[0]
 
     @property
+    def cells(self) -> set[str]:
+        return {id for id in (self.a, self.b, self.c) if id}
+
+    @property
     def rule_text(self) -> str:
         points = {"accuracy": "points", "bleu": "BLEU", "ppl": "ppl"}.get(self.metric, "")
         return {

@@ -13,6 +13,7 @@ from typing import Any
 
 from normmatters.lab import config as _config
 from normmatters.lab import experiments
+from normmatters.lab.claims import CLAIMS
 from normmatters.lab.experiments import Cell, Paper
 
 __all__ = ["METRICS", "Collection", "Metric", "Number", "Result", "Run", "collect", "describe", "differences"]
@@ -190,8 +191,10 @@ class Collection:
 
     @property
     def experiments(self) -> list[str]:
-        """Experiments with at least one result: the paper's in its order, then the user's own."""
-        found = {id.partition("/")[0] for id in self.results}
+        """Experiments with a run of their own, or with a claim about others' runs: the paper's in its order, then the
+        user's own."""
+        found = {r.cell.experiment for id, r in self.results.items() if r.cell.source == id}
+        found |= {claim.experiment for claim in CLAIMS if claim.cells <= self.results.keys()}
         paper = [name for name in experiments.experiment_names() if name in found]
         return paper + sorted(found - set(paper))
 

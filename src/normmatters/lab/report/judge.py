@@ -31,7 +31,7 @@ class Verdict:
 
 def judge_all(collection: Collection) -> list[Verdict]:
     """Every claim whose cells all have runs here; one that did not finish leaves its claims open."""
-    return [judge(claim, collection) for claim in CLAIMS if _cells(claim) <= collection.results.keys()]
+    return [judge(claim, collection) for claim in CLAIMS if claim.cells <= collection.results.keys()]
 
 
 def not_run(collection: Collection) -> str:
@@ -39,8 +39,8 @@ def not_run(collection: Collection) -> str:
     commands: dict[str, list[str]] = {}
     presets = _presets_from(collection)
     for claim in CLAIMS:
-        if claim.experiment in collection.experiments and not _cells(claim) <= collection.results.keys():
-            runs_it = [p for p in presets if all(p in load_cell(id).only for id in _cells(claim))]
+        if claim.experiment in collection.experiments and not claim.cells <= collection.results.keys():
+            runs_it = [p for p in presets if all(p in load_cell(id).only for id in claim.cells)]
             commands.setdefault((runs_it or PRESETS)[0], []).append(claim.experiment)
     if not commands:
         return ""
@@ -48,10 +48,6 @@ def not_run(collection: Collection) -> str:
     what = "1 more claim is" if count == 1 else f"{count} more claims are"
     how = [f"`normmatters reproduce {' '.join(dict.fromkeys(e))} --preset {p}`" for p, e in commands.items()]
     return f"{what} about cells that were not run here; these are run by {' and '.join(how)}."
-
-
-def _cells(claim: Claim) -> set[str]:
-    return {id for id in (claim.a, claim.b, claim.c) if id}
 
 
 def _presets_from(collection: Collection) -> tuple[str, ...]:
