@@ -9,7 +9,7 @@ from normmatters.kernels.triton.codes import coarse_code, pack, pack_codes, rows
 from normmatters.kernels.triton.launch import wait_for_previous
 from normmatters.kernels.triton.scale import scale_factors, write_statistics
 from normmatters.kernels.triton.small_stats import whole_statistics
-from normmatters.kernels.triton.tiles import by_group, load_affine, load_tile, my_part, tile_rows
+from normmatters.kernels.triton.tiles import by_group, load_affine, load_tile, my_part, tile_rows, typical
 
 
 @triton.jit
@@ -69,11 +69,13 @@ def normalize_kernel(
     ahead = load_tile(x_ptr, start, col, rows, cols, BLOCK_R, EVEN, False)
     if HAS_RESIDUAL:
         residual_ahead = load_tile(residual_ptr, start, col, rows, cols, BLOCK_R, EVEN, False)
+    if FINALIZE:
+        shift = typical(x_ptr, channel, inside, rows, cols, 1)
     if EARLY:
         wait_for_previous(OVERLAP)
     if FINALIZE:
         mean, scale = whole_statistics(
-            x_ptr, scratch_ptr, channel, inside, channels, rows, constant, KIND, SPLITS, BLOCK_S
+            shift, scratch_ptr, channel, inside, channels, rows, constant, KIND, SPLITS, BLOCK_S
         )
         inverse, _ = scale_factors(mean, scale, eps, KIND)
         if split == 0:

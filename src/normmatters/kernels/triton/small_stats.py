@@ -15,9 +15,8 @@ from normmatters.kernels.triton.tiles import add_splits, load_tile, tile_rows, t
 
 
 @triton.jit
-def whole_mean(x_ptr, scratch_ptr, channel, mask, channels, rows, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr):
-    """μ from the partial sums of the whole tensor."""
-    shift = typical(x_ptr, channel, mask, rows, channels, 1)
+def whole_mean(shift, scratch_ptr, channel, mask, channels, rows, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr):
+    """μ from the partial sums of the whole tensor and the typical value that was taken off before."""
     return shift + add_splits(scratch_ptr, channel, mask, channels, SPLITS, BLOCK_S) / rows
 
 
@@ -42,8 +41,9 @@ def deviation_kernel(
     inside = col < cols
     ahead = load_tile(x_ptr, split, col, rows, cols, BLOCK_R, EVEN, True)
     second_ahead = load_tile(x_ptr, split + SPLITS, col, rows, cols, BLOCK_R, EVEN, True)
+    shift = typical(x_ptr, col, inside, rows, cols, 1)
     wait_for_previous(OVERLAP)
-    mean = whole_mean(x_ptr, scratch_ptr, col, inside, cols, rows, SPLITS, BLOCK_S)
+    mean = whole_mean(shift, scratch_ptr, col, inside, cols, rows, SPLITS, BLOCK_S)
     total = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
     for it in range(split, tiles, SPLITS):
         d = ahead.to(tl.float32) - mean[None, None, :]
@@ -61,7 +61,7 @@ def deviation_kernel(
 
 @triton.jit
 def whole_statistics(
-    x_ptr,
+    shift,
     scratch_ptr,
     channel,
     mask,
@@ -73,7 +73,7 @@ def whole_statistics(
     BLOCK_S: tl.constexpr,
 ):
     """μ and s of a small tensor from all its partial sums."""
-    mean = whole_mean(x_ptr, scratch_ptr, channel, mask, channels, rows, SPLITS, BLOCK_S)
+    mean = whole_mean(shift, scratch_ptr, channel, mask, channels, rows, SPLITS, BLOCK_S)
     scale = mean
     if KIND != MEAN:
         second = add_splits(scratch_ptr + SPLITS * channels, channel, mask, channels, SPLITS, BLOCK_S) / rows
@@ -110,7 +110,8 @@ def whole_finalize_kernel(
     wait_for_previous(OVERLAP)
     channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     mask = channel < cols
-    mean, scale = whole_statistics(x_ptr, scratch_ptr, channel, mask, cols, rows, constant, KIND, SPLITS, BLOCK_S)
+    shift = typical(x_ptr, channel, mask, rows, cols, 1)
+    mean, scale = whole_statistics(shift, scratch_ptr, channel, mask, cols, rows, constant, KIND, SPLITS, BLOCK_S)
     write_statistics(
         stats_ptr, running_mean_ptr, running_var_ptr, batches_ptr, channel, mask, cols,
         mean, scale, momentum, eps, unbias, HAS_RUNNING, COUNTS, KIND,
