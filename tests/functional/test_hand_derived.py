@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import math
 
 import pytest
@@ -14,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import oracle
 import tolerances
 from normmatters.functional import hand_derived, lp_batch_norm, pieces
+from normmatters.nn import LpBatchNorm1d
 
 SHAPES = [(7, 3), (4, 3, 5), (3, 2, 4, 5), (2, 3, 2, 3, 2)]
 
@@ -247,6 +250,25 @@ def test_transforms_use_the_plain_equation() -> None:
     gradient = torch.func.grad(lambda x: hand_derived.batch_norm(x, training=True).pow(3).sum())(x)
     y = lp_batch_norm(x.requires_grad_(), training=True).pow(3).sum()
     torch.testing.assert_close(gradient, torch.autograd.grad(y, x)[0])
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize(("p", "k"), [(1, None), (1.5, None), (math.inf, 3), ("mean", None)])
+def test_a_training_step_can_be_traced(p: float | str, k: int | None) -> None:
+    """As torch.nn's can: TensorBoard's graphs are traces of a model as it is, and that is in training mode."""
+    norm = LpBatchNorm1d(3, p=p, k=k, act="relu").double()
+    x = torch.randn(7, 3, 4, dtype=torch.float64)
+    expected = copy.deepcopy(norm)
+    traced = torch.jit.trace(norm, x, check_trace=False)  # a trace runs the step once
+    torch.jit.save(traced, io.BytesIO())  # it has no Python in it
+    expected(x)
+    other = torch.randn_like(x).requires_grad_()
+    y = traced(other)
+    (dx,) = torch.autograd.grad(y.pow(3).sum(), other)
+    z = expected(other)
+    torch.testing.assert_close(y, z)
+    torch.testing.assert_close(dx, torch.autograd.grad(z.pow(3).sum(), other)[0])
+    torch.testing.assert_close(dict(traced.named_buffers()), dict(expected.named_buffers()))
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

@@ -53,10 +53,9 @@ def batch_norm(
     """:func:`~normmatters.functional.lp_batch_norm`, in training with the hand-derived backward pass.
 
     For p = 2 that is torch's own batch norm, which then computes it. The plain equation serves evaluation and the empty
-    batch, the compiler, which fuses it by itself, and what an ``autograd.Function`` does not support: ``torch.func``
-    and forward-mode differentiation.
+    batch, the compiler, which fuses it by itself, and what an ``autograd.Function`` does not support (:func:`plain_only`).
     """
-    if not training or input.numel() == 0 or _traced():
+    if not training or input.numel() == 0 or torch.compiler.is_compiling() or plain_only():
         return lp_batch_norm(
             input,
             running_mean,
@@ -89,11 +88,12 @@ def batch_norm(
     return y
 
 
-def _traced() -> bool:
+def plain_only() -> bool:
+    """Whether operators alone are understood: by ``torch.func``, forward-mode differentiation, ``torch.jit.trace``."""
     return (
-        torch.compiler.is_compiling()
-        or torch._C._are_functorch_transforms_active()
+        torch._C._are_functorch_transforms_active()
         or torch.autograd.forward_ad._current_level >= 0
+        or torch.jit.is_tracing()  # type: ignore[attr-defined]
     )
 
 
