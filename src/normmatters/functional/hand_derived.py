@@ -53,7 +53,7 @@ def batch_norm(
     """:func:`~normmatters.functional.lp_batch_norm`, in training with the hand-derived backward pass.
 
     For p = 2 that is torch's own batch norm, which then computes it. The plain equation serves evaluation and the empty
-    batch, the compiler, which fuses it by itself, and what an ``autograd.Function`` does not support (:func:`plain_only`).
+    batch, the compiler, which fuses it by itself, and what does not take an ``autograd.Function`` (:func:`plain_only`).
     """
     if not training or input.numel() == 0 or torch.compiler.is_compiling() or plain_only():
         return lp_batch_norm(
