@@ -252,6 +252,24 @@ def test_transforms_use_the_plain_equation() -> None:
     torch.testing.assert_close(gradient, torch.autograd.grad(y, x)[0])
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("act", [None, "relu"])
+@pytest.mark.parametrize(("p", "k"), [(1, None), (1.5, None), (math.inf, None), (math.inf, 3), ("range", None)])
+def test_a_batch_of_gradients_at_once(p: float | str, k: int | None, act: str | None) -> None:
+    """As jacobian(..., vectorize=True) asks for, and torch.func.vmap over torch.autograd.grad."""
+    leaves = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((4, 3, 2), 3, 3, (4, 3, 2))]
+    x, weight, bias, residual = leaves
+    y = hand_derived.batch_norm(x, None, None, weight, bias, True, p=p, k=k, act=act, residual=residual)
+    g = torch.randn(5, *y.shape, dtype=torch.float64)
+
+    def gradients(g: Tensor, **options: bool) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(y, leaves, g, retain_graph=True, **options)
+
+    expected = [torch.stack(parts) for parts in zip(*map(gradients, g))]
+    torch.testing.assert_close([*gradients(g, is_grads_batched=True)], expected)
+    torch.testing.assert_close([*torch.func.vmap(gradients)(g)], expected)
+
+
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize(("p", "k"), [(1, None), (1.5, None), (math.inf, 3), ("mean", None)])
 def test_a_training_step_can_be_traced(p: float | str, k: int | None) -> None:
