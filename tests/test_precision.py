@@ -418,6 +418,15 @@ def test_l1_trains_in_pure_fp16_and_l2_does_not():
 # --- PyTorch's machinery ---
 
 
+def test_the_default_device_does_not_matter():
+    x = torch.randn(8, 3)
+    rounding.constant.cache_clear()
+    with torch.device("meta"), precision.arithmetic("fp16", accumulate="fp16"):
+        y = precision.batch_norm(x, training=True, eps=2e-5)
+    with precision.arithmetic("fp16", accumulate="fp16"):
+        assert torch.equal(y, precision.batch_norm(x, training=True, eps=2e-5))
+
+
 def test_channels_last_and_dtype_are_kept():
     x = torch.randn(4, 3, 5, 5, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
     with precision.arithmetic("fp16"):
