@@ -179,6 +179,33 @@ def test_l2_can_be_differentiated_twice() -> None:
     )
 
 
+def with_channels_last(shape: tuple[int, ...]) -> Tensor:
+    """In channels_last, though the strides of its dimensions of size 1 do not look it."""
+    t = torch.randn(shape[0], *shape[2:], shape[1], dtype=torch.float64).movedim(-1, 1)
+    return t.as_strided(shape, [1 if size == 1 else stride for size, stride in zip(shape, t.stride())])
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("shape", [(4, 3, 5, 1), (1, 3, 5, 2), (2, 3, 2, 3, 1)])
+@pytest.mark.parametrize(("p", "k"), [(1, None), (2, None), (1.5, None), (math.inf, 3), ("mean", None)])
+def test_a_gradient_in_another_layout_than_the_input(
+    p: float | str, k: int | None, shape: tuple[int, ...], training: bool
+) -> None:
+    """torch.nn.BatchNorm's gradients are wrong here: it reads one of the two in the wrong order."""
+    mean, var = torch.randn(3, dtype=torch.float64), torch.rand(3, dtype=torch.float64) + 0.5
+    weight = None if p == "mean" else torch.randn(3, dtype=torch.float64, requires_grad=True)
+
+    def gradients(x: Tensor, g: Tensor) -> tuple[Tensor, ...]:
+        x = x.detach().requires_grad_()
+        y = hand_derived.batch_norm(x, mean.clone(), var.clone(), weight, None, training, p=p, k=k)
+        return torch.autograd.grad(y, [x] if weight is None else [x, weight], g)
+
+    x, g = with_channels_last(shape), with_channels_last(shape)
+    expected = gradients(x.contiguous(), g.contiguous())
+    for one, other in ((x, g.contiguous()), (x.contiguous(), g), (x, g)):
+        torch.testing.assert_close(gradients(one, other), expected)
+
+
 def test_layout_is_kept() -> None:
     x = torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last).requires_grad_()
     y = hand_derived.batch_norm(x, training=True, act="relu")

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from normmatters.functional.checks import check_batch_norm
+from normmatters.functional.pieces import hides_layout
 from normmatters.functional.statistic import (
     Kind,
     check_constant,
@@ -144,7 +145,10 @@ def _normalize_by_running(
     if kind == "mean":
         assert running_mean is not None
         running_var, eps = torch.ones_like(running_mean), 0.0
-    return F.batch_norm(input, running_mean, running_var, weight, bias, False, 0.0, max(eps, TINY))
+    arguments = (running_mean, running_var, weight, bias, False, 0.0, max(eps, TINY))
+    if torch.is_grad_enabled() and hides_layout(input):
+        return F.batch_norm(input.flatten(2), *arguments).reshape(input.shape)
+    return F.batch_norm(input, *arguments)
 
 
 def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:

@@ -30,7 +30,7 @@ from normmatters.functional.channel_sums import (
     weighted_sums,
 )
 from normmatters.functional.checks import check_batch_norm
-from normmatters.functional.pieces import affine, per_channel, pieces, scratch
+from normmatters.functional.pieces import affine, hides_layout, per_channel, pieces, scratch
 from normmatters.functional.statistic import Kind, check_constant, compute_dtype, scale_constant, statistic_kind
 
 
@@ -105,12 +105,16 @@ def _torch_computes(
     bias: Tensor | None,
     momentum: float | Tensor,
 ) -> bool:
-    """Whether torch's own batch norm, which is L2's, gives the same: in half precision it rounds before the ReLU."""
+    """Whether torch's own batch norm, which is L2's, gives the same.
+
+    In half precision it rounds before the ReLU; of some layouts its gradients are wrong.
+    """
     dtypes = {t.dtype for t in (input, running_mean, running_var, weight, bias) if t is not None}
     return (
         dtypes == {compute_dtype(input.dtype)}
         and (running_mean is None) == (running_var is None)
         and isinstance(momentum, (int, float))
+        and not hides_layout(input)
     )
 
 
