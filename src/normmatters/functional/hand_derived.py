@@ -17,9 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from normmatters.functional.batch_norm import TINY, lp_batch_norm, update_running_statistics
+from normmatters.functional.batch_norm import lp_batch_norm, update_running_statistics
 from normmatters.functional.channel_sums import (
     added,
     channel_mean,
@@ -30,8 +29,9 @@ from normmatters.functional.channel_sums import (
     weighted_sums,
 )
 from normmatters.functional.checks import check_batch_norm
-from normmatters.functional.pieces import affine, hides_layout, per_channel, pieces, scratch
+from normmatters.functional.pieces import affine, per_channel, pieces, scratch
 from normmatters.functional.statistic import Kind, check_constant, compute_dtype, scale_constant, statistic_kind
+from normmatters.functional.torch_batch_norm import TINY, torch_batch_norm
 
 
 def batch_norm(
@@ -79,7 +79,7 @@ def batch_norm(
     n = input.numel() // input.shape[1]
     C = scale_constant(p, n, k, constant)
     if kind == "l2" and C == 1 and _torch_computes(input, running_mean, running_var, weight, bias, momentum):
-        y = F.batch_norm(input, running_mean, running_var, weight, bias, True, momentum, max(eps, TINY))
+        y = torch_batch_norm(input, running_mean, running_var, weight, bias, True, momentum, eps)
         if residual is not None:
             y += residual
         return y.relu_() if act == "relu" else y
@@ -105,16 +105,12 @@ def _torch_computes(
     bias: Tensor | None,
     momentum: float | Tensor,
 ) -> bool:
-    """Whether torch's own batch norm, which is L2's, gives the same.
-
-    In half precision it rounds before the ReLU; of some layouts its gradients are wrong.
-    """
+    """Whether torch's own batch norm, which is L2's, gives the same: in half precision it rounds before the ReLU."""
     dtypes = {t.dtype for t in (input, running_mean, running_var, weight, bias) if t is not None}
     return (
         dtypes == {compute_dtype(input.dtype)}
         and (running_mean is None) == (running_var is None)
         and isinstance(momentum, (int, float))
-        and not hides_layout(input)
     )
 
 

@@ -57,23 +57,6 @@ def per_channel(t: Tensor, like: Tensor) -> Tensor:
     return t
 
 
-def hides_layout(x: Tensor) -> bool:
-    """Whether torch's batch norm cannot tell the memory layouts of ``x`` and its gradient apart, and gets that wrong.
-
-    On a CPU it takes both for channels_last, or neither, by the strides of dimensions of size 1 too, which may be
-    anything: after ``y.squeeze(-1).transpose(1, 2)`` in the model, the gradient of an (N, C, L, 1) is in channels_last,
-    does not look it, and is read in the wrong order (torch 2.13). Three dimensions have one layout only.
-    """
-    return (
-        x.dim() > 3
-        and x.device.type == "cpu"
-        and (x.shape[0] == 1 or 1 in x.shape[2:])
-        and x.shape[2:].numel() > 1
-        and not torch.compiler.is_compiling()
-        and not torch.jit.is_tracing()  # type: ignore[attr-defined]
-    )
-
-
 def affine(x: Tensor, scale: Tensor, shift: Tensor, out: Tensor) -> Tensor:
     """x·scale + shift in ``out``, for scale and shift of :func:`per_channel`."""
     if x.stride(1) != 1 and x.device.type == "cpu" and scale.numel() == x.shape[1]:
