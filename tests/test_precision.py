@@ -1,6 +1,7 @@
 """precision.arithmetic: agreement with the plain equations in fp32, with numpy's fp16 to the bit, and F5's point."""
 
 import contextlib
+import contextvars
 import math
 import re
 import threading
@@ -14,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import normmatters
 from markdown_pages import ROOT, blocks, read
 from normmatters import functional, precision
-from normmatters.nn.batchnorm import LpBatchNorm1d, LpBatchNorm2d
+from normmatters.nn.batchnorm import LpBatchNorm1d, LpBatchNorm2d, TopKBatchNorm1d
 from normmatters.nn.layernorm import L1LayerNorm
 from normmatters.precision import rounding
 
@@ -64,6 +65,14 @@ def test_context_belongs_to_its_thread():
         thread.start()
         thread.join()
     assert seen == [None]
+
+
+def test_a_context_left_by_another_task_is_no_longer_open():
+    context = precision.arithmetic("fp16")
+    contextvars.copy_context().run(context.__enter__)
+    with pytest.raises(ValueError, match="different Context"):
+        context.__exit__(None, None, None)
+    assert precision._open_contexts == 0  # compiled models stay whole
 
 
 @pytest.mark.parametrize(
@@ -161,6 +170,19 @@ def test_running_statistics_and_empty_batch():
         assert ours(x[:0]).shape == (0, 3)
     torch.testing.assert_close(ours.running_mean, plain.running_mean)
     torch.testing.assert_close(ours.running_var, plain.running_var)
+
+
+def test_more_extremes_than_values_matter_in_training_only():
+    torch.manual_seed(4)
+    norm = TopKBatchNorm1d(3, k=10)
+    norm(torch.randn(32, 3))
+    x = torch.randn(2, 3)
+    expected = norm.eval()(x)
+    with precision.arithmetic("fp32"):
+        torch.testing.assert_close(norm(x), expected)
+        assert norm.train()(x[:0]).shape == (0, 3)
+        with pytest.raises(ValueError, match="Top"):
+            norm(x)
 
 
 # --- In fp16 it is hardware's, to the bit ---
@@ -394,6 +416,15 @@ def test_l1_trains_in_pure_fp16_and_l2_does_not():
 
 
 # --- PyTorch's machinery ---
+
+
+def test_the_default_device_does_not_matter():
+    x = torch.randn(8, 3)
+    rounding.constant.cache_clear()
+    with torch.device("meta"), precision.arithmetic("fp16", accumulate="fp16"):
+        y = precision.batch_norm(x, training=True, eps=2e-5)
+    with precision.arithmetic("fp16", accumulate="fp16"):
+        assert torch.equal(y, precision.batch_norm(x, training=True, eps=2e-5))
 
 
 def test_channels_last_and_dtype_are_kept():

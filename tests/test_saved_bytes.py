@@ -94,7 +94,8 @@ def test_ghosts_copy_no_data_and_keep_ties_and_hooks_away() -> None:
     assert not model.training
     ghosts = Ghosts()
     ghost = ghosts.of(model)
-    ghosts.keeps(ghost, {"input": torch.randn(3, 4)})
+    _, inputs = ghosts.keeps(ghost, {"input": torch.randn(3, 4)})
+    assert inputs[""] == (3, 4)  # by name, too
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in ghost.modules())
 
 

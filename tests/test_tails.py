@@ -52,7 +52,7 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor, times: Tensor) -> Tensor:
         y = self.batch(x) + self.batch(x.relu())
-        y = self.last(self.instance(self.first(self.ours(y))))
+        y = self.last(input=self.instance(self.first(self.ours(y))))
         return self.drop(self.dead(0 * y)) * times  # type: ignore[no-any-return]
 
 

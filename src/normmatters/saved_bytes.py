@@ -108,10 +108,11 @@ class Ghosts:
         inputs: dict[str, tuple[int, ...]] = {}
         kept: dict[int, tuple[str, Tensor]] = {}  # the tensors are held, so that no storage takes another's place
 
-        def enter(name: str, _: nn.Module, args: tuple[Any, ...]) -> None:
+        def enter(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             running.append(name)
-            if args and isinstance(args[0], Tensor):
-                inputs.setdefault(name, tuple(args[0].shape))
+            for first in (*args, *kwargs.values())[:1]:
+                if isinstance(first, Tensor):
+                    inputs.setdefault(name, tuple(first.shape))
 
         def leave(*_: Any) -> None:
             running.pop()
@@ -124,7 +125,7 @@ class Ghosts:
 
         handles = []
         for name, module in ghost.named_modules():
-            handles.append(module.register_forward_pre_hook(partial(enter, name)))
+            handles.append(module.register_forward_pre_hook(partial(enter, name), with_kwargs=True))
             handles.append(module.register_forward_hook(leave, always_call=True))
         x = tree_map_only(Tensor, self._tensor, example_input)
         try:

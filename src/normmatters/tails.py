@@ -71,13 +71,14 @@ def measure_tails(model: nn.Module, example_input: Any) -> dict[str, Tensor]:
     copied = copy.deepcopy(model).train()
     found: dict[str, list[Tensor]] = {}
 
-    def look(name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
-        found.setdefault(name, []).append(tails(args[0], _dims(module, args[0])))
+    def look(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x = (*args, *kwargs.values())[0]
+        found.setdefault(name, []).append(tails(x, _dims(module, x)))
 
     for name, module in copied.named_modules():
         if isinstance(module, nn.modules.batchnorm._NormBase | nn.LayerNorm | LpLayerNorm):
             if not isinstance(module, nn.modules.instancenorm._InstanceNorm):
-                module.register_forward_pre_hook(partial(look, name))
+                module.register_forward_pre_hook(partial(look, name), with_kwargs=True)
     devices = {t.device for t in [*copied.parameters(), *copied.buffers()] if t.device.type == "cuda"}
     with torch.random.fork_rng(devices):
         run(copied, example_input)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import math
 
 import pytest
@@ -14,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import oracle
 import tolerances
 from normmatters.functional import hand_derived, lp_batch_norm, pieces
+from normmatters.nn import LpBatchNorm1d
 
 SHAPES = [(7, 3), (4, 3, 5), (3, 2, 4, 5), (2, 3, 2, 3, 2)]
 
@@ -176,6 +179,33 @@ def test_l2_can_be_differentiated_twice() -> None:
     )
 
 
+def with_channels_last(shape: tuple[int, ...]) -> Tensor:
+    """In channels_last, though the strides of its dimensions of size 1 do not look it."""
+    t = torch.randn(shape[0], *shape[2:], shape[1], dtype=torch.float64).movedim(-1, 1)
+    return t.as_strided(shape, [1 if size == 1 else stride for size, stride in zip(shape, t.stride())])
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("shape", [(4, 3, 5, 1), (1, 3, 5, 2), (2, 3, 2, 3, 1)])
+@pytest.mark.parametrize(("p", "k"), [(1, None), (2, None), (1.5, None), (math.inf, 3), ("mean", None)])
+def test_a_gradient_in_another_layout_than_the_input(
+    p: float | str, k: int | None, shape: tuple[int, ...], training: bool
+) -> None:
+    """torch.nn.BatchNorm's gradients are wrong here: it reads one of the two in the wrong order."""
+    mean, var = torch.randn(3, dtype=torch.float64), torch.rand(3, dtype=torch.float64) + 0.5
+    weight = None if p == "mean" else torch.randn(3, dtype=torch.float64, requires_grad=True)
+
+    def gradients(x: Tensor, g: Tensor) -> tuple[Tensor, ...]:
+        x = x.detach().requires_grad_()
+        y = hand_derived.batch_norm(x, mean.clone(), var.clone(), weight, None, training, p=p, k=k)
+        return torch.autograd.grad(y, [x] if weight is None else [x, weight], g)
+
+    x, g = with_channels_last(shape), with_channels_last(shape)
+    expected = gradients(x.contiguous(), g.contiguous())
+    for one, other in ((x, g.contiguous()), (x.contiguous(), g), (x, g)):
+        torch.testing.assert_close(gradients(one, other), expected)
+
+
 def test_layout_is_kept() -> None:
     x = torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last).requires_grad_()
     y = hand_derived.batch_norm(x, training=True, act="relu")
@@ -247,6 +277,43 @@ def test_transforms_use_the_plain_equation() -> None:
     gradient = torch.func.grad(lambda x: hand_derived.batch_norm(x, training=True).pow(3).sum())(x)
     y = lp_batch_norm(x.requires_grad_(), training=True).pow(3).sum()
     torch.testing.assert_close(gradient, torch.autograd.grad(y, x)[0])
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("act", [None, "relu"])
+@pytest.mark.parametrize(("p", "k"), [(1, None), (1.5, None), (math.inf, None), (math.inf, 3), ("range", None)])
+def test_a_batch_of_gradients_at_once(p: float | str, k: int | None, act: str | None) -> None:
+    """As jacobian(..., vectorize=True) asks for, and torch.func.vmap over torch.autograd.grad."""
+    leaves = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((4, 3, 2), 3, 3, (4, 3, 2))]
+    x, weight, bias, residual = leaves
+    y = hand_derived.batch_norm(x, None, None, weight, bias, True, p=p, k=k, act=act, residual=residual)
+    g = torch.randn(5, *y.shape, dtype=torch.float64)
+
+    def gradients(g: Tensor, **options: bool) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(y, leaves, g, retain_graph=True, **options)
+
+    expected = [torch.stack(parts) for parts in zip(*map(gradients, g))]
+    torch.testing.assert_close([*gradients(g, is_grads_batched=True)], expected)
+    torch.testing.assert_close([*torch.func.vmap(gradients)(g)], expected)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize(("p", "k"), [(1, None), (1.5, None), (math.inf, 3), ("mean", None)])
+def test_a_training_step_can_be_traced(p: float | str, k: int | None) -> None:
+    """As torch.nn's can: TensorBoard's graphs are traces of a model as it is, and that is in training mode."""
+    norm = LpBatchNorm1d(3, p=p, k=k, act="relu").double()
+    x = torch.randn(7, 3, 4, dtype=torch.float64)
+    expected = copy.deepcopy(norm)
+    traced = torch.jit.trace(norm, x, check_trace=False)  # a trace runs the step once
+    torch.jit.save(traced, io.BytesIO())  # it has no Python in it
+    expected(x)
+    other = torch.randn_like(x).requires_grad_()
+    y = traced(other)
+    (dx,) = torch.autograd.grad(y.pow(3).sum(), other)
+    z = expected(other)
+    torch.testing.assert_close(y, z)
+    torch.testing.assert_close(dx, torch.autograd.grad(z.pow(3).sum(), other)[0])
+    torch.testing.assert_close(dict(traced.named_buffers()), dict(expected.named_buffers()))
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

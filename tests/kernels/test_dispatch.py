@@ -203,6 +203,12 @@ def test_function_transforms_take_the_equation():
     torch.testing.assert_close(gradient, x.grad, rtol=0, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit:DeprecationWarning")
+def test_a_trace_takes_the_equation():
+    traced = torch.jit.trace(norm, X, check_trace=False)
+    torch.testing.assert_close(traced(2 * X - 1), norm(2 * X - 1), rtol=0, atol=1e-5)
+
+
 def test_layer_and_rms_norm_agree_with_the_equation():
     weight = torch.rand(4, device=DEVICE)
     y = dispatch.layer_norm(X, (4,), weight, None, 1e-3)

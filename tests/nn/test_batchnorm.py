@@ -231,6 +231,19 @@ def test_compiles_to_one_graph(arguments: dict[str, Any]) -> None:
     torch.testing.assert_close(compiled(x), eager.eval()(x))
 
 
+def test_norms_of_several_orders_compile_to_one_graph_each() -> None:
+    """The compiler takes a float for a variable once it has met two values of it; the constant of p is none of p."""
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda norm, x: norm(x), fullgraph=True, backend="aot_eager")
+    for p in (1.5, 3.0, 2.0):
+        norm = ours.LpBatchNorm1d(4, p=p)
+        x = torch.randn(6, 4, requires_grad=True)
+        g = torch.randn(6, 4)
+        outputs = compiled(norm, x), norm(x)
+        torch.testing.assert_close(*outputs)
+        torch.testing.assert_close(*(torch.autograd.grad(y, x, g) for y in outputs))
+
+
 BAD_CALLS: list[tuple[Any, type[Exception], str]] = [
     (lambda bn: bn(torch.randn(6, 3)), ValueError, r"expected 4D input \(got 2D input\)"),
     (lambda bn: bn(torch.randn(6, 4, 2, 2)), ValueError, "expected 3 channels"),

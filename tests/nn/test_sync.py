@@ -150,6 +150,7 @@ def cases(group, world, rank):
         "one value": error_of(bn, one[:, :, :1, :1]),
         "k > n": error_of(bn, one),
         "residual": error_of(bn, share[0], share[1, :, :, :1]),
+        "residual's dtype": error_of(bn, share[0], share[1].int()),
         "rank": error_of(bn, torch.zeros(C)),
         "dtype": error_of(bn, share[0].int()),
     }
@@ -262,6 +263,7 @@ class TestOfAGroup:
             assert errors["one value"].startswith("ValueError: Expected more than 1 value per channel")
             assert errors["k > n"].startswith("ValueError: Top(k) needs k <= the 4 values")
             assert errors["residual"].startswith("ValueError: residual must have the input's shape")
+            assert errors["residual's dtype"].startswith("TypeError: residual must have a real floating-point dtype")
             assert errors["rank"].startswith("ValueError: expected at least 2D")
             assert errors["dtype"].startswith("TypeError: input must have a real floating-point dtype")
             assert errors["precision"].startswith("RuntimeError: precision.arithmetic")

@@ -98,7 +98,9 @@ def test_layers_that_cannot_be_normalized_are_named_and_left_alone():
             "small": nn.Conv2d(1, 4, 1),
             "short": nn.Linear(4, 3),
             "grouped_up": nn.ConvTranspose2d(4, 4, 2, groups=2),
+            "two_for_one": nn.ConvTranspose2d(4, 2, 4, groups=2),  # (4, 1, 4, 4): two slices make a channel
             "lazy": nn.LazyLinear(3),
+            "lazy_up": nn.LazyConvTranspose2d(4, 2, groups=2),
             "pruned": prune.random_unstructured(nn.Linear(8, 3), "weight", 0.5),
             "good": nn.Linear(8, 3),
         }
@@ -111,7 +113,9 @@ def test_layers_that_cannot_be_normalized_are_named_and_left_alone():
         "small": "sign",
         "short": "slice size 4",
         "grouped_up": "groups = 2",
+        "two_for_one": "groups = 2",
         "lazy": "init",
+        "lazy_up": "groups = 2",
         "pruned": "hook",
     }
     assert set(report.skipped) == {f"{name}.weight" for name in reasons}

@@ -89,6 +89,19 @@ def test_plain_checkpoint_keeps_a_rho_that_was_given():
     torch.testing.assert_close(layer.weight.norm(dim=1), torch.full((2,), 0.5))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_rho_that_was_given_on_the_meta_device(assign, dtype):
+    """A large model is made without memory, then given memory and a checkpoint, or a checkpoint's memory."""
+    layer = bounded_weight_norm(nn.Linear(3, 2, device="meta"), rho=0.5).to(dtype)
+    if not assign:
+        layer.to_empty(device="cpu")
+        assert layer.parametrizations.weight[0].rho == 0.5
+    layer.load_state_dict(nn.Linear(3, 2, dtype=dtype).state_dict(), assign=assign)
+    assert layer.parametrizations.weight[0].rho.dtype == torch.float32
+    torch.testing.assert_close(layer.weight.float().norm(dim=1), torch.full((2,), 0.5), rtol=0, atol=1e-2)
+
+
 def test_plain_checkpoint_into_recurrent_layers():
     lstm, plain = nn.LSTM(3, 4), nn.LSTM(3, 4)
     apply_weight_norm(lstm)

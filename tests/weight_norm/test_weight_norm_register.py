@@ -169,6 +169,33 @@ def test_remove_from_a_recurrent_layer_restores_its_flat_weights():
     assert lstm.weight_ih_l0.grad is not None
 
 
+@pytest.mark.parametrize("add", [bounded_weight_norm, classic_weight_norm])
+def test_torchs_own_removal_from_a_recurrent_layer(add):
+    lstm = add(add(nn.LSTM(3, 4), "weight_ih_l0"), "weight_hh_l0")
+    x = torch.randn(5, 2, 3)
+    expected, _ = lstm(x)
+    for name in ("weight_ih_l0", "weight_hh_l0"):
+        parametrize.remove_parametrizations(lstm, name)
+    torch.testing.assert_close(lstm(x)[0], expected)
+    lstm.weight_hh_l0.data.zero_()  # it is the very weight that is used
+    assert not torch.allclose(lstm(x)[0], expected)
+
+
+@pytest.mark.parametrize("rho", [None, 3.0])
+def test_remove_refuses_to_change_a_layer_that_shares_the_parameter(rho):
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    bounded_weight_norm(model[0], rho=1.0)
+    if rho is not None:
+        bounded_weight_norm(model[1], rho=rho)
+    x = torch.randn(2, 3)
+    expected = model(x)
+    with pytest.raises(ValueError, match="shares its parameter"):
+        remove_weight_norm(model)
+    assert parametrize.is_parametrized(model[0])
+    assert torch.equal(model(x), expected)
+
+
 def test_remove_refuses_what_it_does_not_own():
     with pytest.raises(ValueError, match="no weight norm"):
         remove_weight_norm(nn.Linear(2, 2))

@@ -13,7 +13,7 @@ from normmatters.convert.fuse import plan_fusion
 from normmatters.convert.fused import FusedBlock, FusedMaxPool2d, FusedReLU, LinkedSequential
 from normmatters.convert.report import Change, ConversionReport
 from normmatters.convert.swap import carry_over, check_model, replace_modules
-from normmatters.functional.batch_norm import TINY
+from normmatters.functional.torch_batch_norm import TINY
 from normmatters.nn import batchnorm as bn
 from normmatters.nn.batchnorm_act import ThenAct
 from normmatters.nn.batchnorm_base import _LpBatchNorm

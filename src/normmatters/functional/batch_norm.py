@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from normmatters.functional.checks import check_batch_norm
 from normmatters.functional.statistic import (
@@ -15,9 +14,7 @@ from normmatters.functional.statistic import (
     squared_scale,
     statistic_kind,
 )
-
-#: Instead of eps = 0, which torch 2.11 refuses: added to any scale's square that is not 0 it changes nothing.
-TINY = torch.finfo(torch.float32).tiny
+from normmatters.functional.torch_batch_norm import torch_batch_norm
 
 
 def lp_batch_norm(
@@ -144,7 +141,7 @@ def _normalize_by_running(
     if kind == "mean":
         assert running_mean is not None
         running_var, eps = torch.ones_like(running_mean), 0.0
-    return F.batch_norm(input, running_mean, running_var, weight, bias, False, 0.0, max(eps, TINY))
+    return torch_batch_norm(input, running_mean, running_var, weight, bias, False, 0.0, eps)
 
 
 def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from normmatters.functional.pieces import per_channel, pieces, scratch
 from normmatters.functional.statistic import Kind
+from normmatters.functional.torch_batch_norm import hides_layout
 
 
 def channel_mean(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -25,6 +26,8 @@ def channel_mean(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def weighted_sums(w: Tensor, x: Tensor, mean: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
     """Σ w·(x−μ)/D and Σ w of each channel: two sums that torch's batch norm takes in one pass for its backward."""
+    if w.stride() != x.stride() and hides_layout(x):
+        w, x = w.flatten(2), x.flatten(2)  # three dimensions have one layout only
     weight = inverse  # enters the input's gradient only, which is not asked for; on a GPU there must be one
     _, moments, sums = torch.ops.aten.native_batch_norm_backward.default(
         w, x, weight, None, None, mean, inverse, True, 0.0, [False, True, True]

@@ -57,9 +57,7 @@ def check_batch_norm(
     if kind == "mean" and weight is not None:
         raise ValueError("mean-only batch norm (p='mean') has no scale: weight must be None")
     if residual is not None:
-        _check_floating("residual", residual)
-        if residual.shape != input.shape:
-            raise ValueError(f"residual must have the input's shape {_shape(input)}, got {_shape(residual)}")
+        check_residual(residual, input)
     if not training:
         if running_mean is None or (running_var is None and kind != "mean"):
             raise ValueError("running_mean and running_var are needed when not training, got None")
@@ -73,6 +71,13 @@ def check_batch_norm(
         raise ValueError(
             f"Top(k) needs k <= the {n} values per channel of an input of shape {_shape(input)}, got k={k}"
         )
+
+
+def check_residual(residual: Tensor, input: Tensor) -> None:
+    """Raise unless ``residual`` can be added to the normalized input."""
+    _check_floating("residual", residual)
+    if residual.shape != input.shape:
+        raise ValueError(f"residual must have the input's shape {_shape(input)}, got {_shape(residual)}")
 
 
 def check_layer_norm(

@@ -17,9 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from normmatters.functional.batch_norm import TINY, lp_batch_norm, update_running_statistics
+from normmatters.functional.batch_norm import lp_batch_norm, update_running_statistics
 from normmatters.functional.channel_sums import (
     added,
     channel_mean,
@@ -32,6 +31,7 @@ from normmatters.functional.channel_sums import (
 from normmatters.functional.checks import check_batch_norm
 from normmatters.functional.pieces import affine, per_channel, pieces, scratch
 from normmatters.functional.statistic import Kind, check_constant, compute_dtype, scale_constant, statistic_kind
+from normmatters.functional.torch_batch_norm import TINY, torch_batch_norm
 
 
 def batch_norm(
@@ -53,10 +53,9 @@ def batch_norm(
     """:func:`~normmatters.functional.lp_batch_norm`, in training with the hand-derived backward pass.
 
     For p = 2 that is torch's own batch norm, which then computes it. The plain equation serves evaluation and the empty
-    batch, the compiler, which fuses it by itself, and what an ``autograd.Function`` does not support: ``torch.func``
-    and forward-mode differentiation.
+    batch, the compiler, which fuses it by itself, and what does not take an ``autograd.Function`` (:func:`plain_only`).
     """
-    if not training or input.numel() == 0 or _traced():
+    if not training or input.numel() == 0 or torch.compiler.is_compiling() or plain_only():
         return lp_batch_norm(
             input,
             running_mean,
@@ -80,7 +79,7 @@ def batch_norm(
     n = input.numel() // input.shape[1]
     C = scale_constant(p, n, k, constant)
     if kind == "l2" and C == 1 and _torch_computes(input, running_mean, running_var, weight, bias, momentum):
-        y = F.batch_norm(input, running_mean, running_var, weight, bias, True, momentum, max(eps, TINY))
+        y = torch_batch_norm(input, running_mean, running_var, weight, bias, True, momentum, eps)
         if residual is not None:
             y += residual
         return y.relu_() if act == "relu" else y
@@ -89,11 +88,12 @@ def batch_norm(
     return y
 
 
-def _traced() -> bool:
+def plain_only() -> bool:
+    """Whether operators alone are understood: by ``torch.func``, forward-mode differentiation, ``torch.jit.trace``."""
     return (
-        torch.compiler.is_compiling()
-        or torch._C._are_functorch_transforms_active()
+        torch._C._are_functorch_transforms_active()
         or torch.autograd.forward_ad._current_level >= 0
+        or torch.jit.is_tracing()  # type: ignore[attr-defined]
     )
 
 
@@ -202,12 +202,16 @@ class _BatchNormTrain(torch.autograd.Function):
         if grad is None:
             return (None,) * 10
         saved = ctx.saved_tensors  # once: activation checkpointing hands them out a single time
-        input, _, weight, *_ = saved
+        x, _, weight, *_ = saved
+        many = torch._C._functorch.is_batchedtensor(grad) or torch._C._functorch.is_legacy_batchedtensor(grad)
         with torch.no_grad():
-            found = _backward(grad, saved, ctx.needs_input_grad, *ctx.settings)
+            if many and x is not None:
+                found = _backward_of_many(grad, saved, *ctx.settings)
+            else:
+                found = _backward(grad, saved, ctx.needs_input_grad, *ctx.settings)
         grads = [g if needed else None for g, needed in zip(found, ctx.needs_input_grad)]
         if torch.is_grad_enabled():  # create_graph=True: the gradients may be used, not differentiated
-            grads = [g if g is None else _DifferentiatedTwice.apply(g, grad, input, weight) for g in grads]
+            grads = [g if g is None else _DifferentiatedTwice.apply(g, grad, x, weight) for g in grads]
         return (*grads, None, None, None, None, None, None)
 
 
@@ -293,9 +297,7 @@ def _backward(
     a = inverse if weight is None else weight * inverse
     if needed[0]:
         # dx = a·g + slope·u + shift
-        slope = a * inverse * sum_gx
-        slope *= -C * (1 if not dense else 2 / n if kind == "l1" else 1 / n)
-        slope *= C if kind == "l2" else s
+        slope = _slope(a, inverse, sum_gx, s, n, kind, C)
         (sum_u,) = directions or [above if kind == "l1" else slopes.sum(1)]
         shift = torch.addcmul(slope * sum_u, a, sum_g).mul_(-1 / n)
         shift, scale, along = (per_channel(t, x) for t in (shift, a, slope))
@@ -312,6 +314,34 @@ def _backward(
             at_extremes = slope.unsqueeze(1) * slopes
             dx.index_put_(index(x, positions), at_extremes.to(dx.dtype), accumulate=True)
     return dx, None if weight is None else sum_gx, sum_g, masked
+
+
+def _backward_of_many(
+    grad: Tensor, saved: tuple[Any, ...], kind: Kind, p: float, C: float
+) -> tuple[Tensor | None, ...]:
+    """:func:`_backward` for a batch of gradients (``vmap``, ``is_grads_batched=True``), which no ``out=`` can take."""
+    x, output, weight, mean, s, inverse, _, positions, slopes = saved
+    masked = grad if output is None else torch.ops.aten.threshold_backward(grad, output, 0)
+    g, wide, mu = masked.to(mean.dtype), x.to(mean.dtype), per_channel(mean, x)
+    u = torch.zeros_like(wide)
+    if positions is None:
+        u = _direction(wide, mu, s, kind, p, C, out=u)
+    else:
+        u.index_put_(index(x, positions), slopes, accumulate=True)
+    dims = [d for d in range(x.dim()) if d != 1]
+    sum_gx, sum_g = (g * ((wide - mu) * per_channel(inverse, x))).sum(dims), g.sum(dims)
+    n = x.numel() // x.shape[1]
+    a = inverse if weight is None else weight * inverse
+    slope = _slope(a, inverse, sum_gx, s, n, kind, C)
+    shift = (slope * u.sum(dims) + a * sum_g) * (-1 / n)
+    dx = g * per_channel(a, x) + u * per_channel(slope, x) + per_channel(shift, x)
+    return dx.to(x.dtype), None if weight is None else sum_gx, sum_g, masked
+
+
+def _slope(a: Tensor, inverse: Tensor, sum_gx: Tensor, s: Tensor, n: int, kind: Kind, C: float) -> Tensor:
+    """The factor of u in dx, for the u of :func:`_direction`, or that of the extremes."""
+    factor = -C * (2 / n if kind == "l1" else 1 / n if kind in ("l2", "lp") else 1)
+    return a * inverse * sum_gx * factor * (C if kind == "l2" else s)
 
 
 def _direction(x: Tensor, mu: Tensor, s: Tensor, kind: Kind, p: float, C: float, out: Tensor) -> Tensor:

@@ -89,6 +89,10 @@ def scale_constant(p: float | str, n: int, k: int | None = None, constant: str |
     # batch size symbolic under torch.compile. The others are extremes of n >= 2 numbers; one number deviates by 0.
     count = 2 if kind in ("l1", "l2", "lp") else max(int(n), 2)
     multiplier = 1.0 if isinstance(constant, str) else float(constant)
+    if torch.compiler.is_compiling() and not isinstance(p, str):
+        from torch.fx.experimental.symbolic_shapes import guard_scalar
+
+        p = guard_scalar(p)  # a float that was another one when the same code was compiled before is symbolic
     return multiplier * gaussian_scale(p, count, k, "paper" if constant == "paper" else "exact")  # type: ignore[arg-type]
 
 

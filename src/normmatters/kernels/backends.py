@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from normmatters import precision
 from normmatters.functional.checks import check_memory
+from normmatters.functional.hand_derived import plain_only
 from normmatters.functional.statistic import Kind, statistic_kind
 
 logger = logging.getLogger("normmatters.kernels")
@@ -66,9 +67,8 @@ def why_not_triton(input: Tensor) -> str:
     # The flag itself: up to torch 2.11, `is_exporting()` is also true inside torch.compile (pytorch/pytorch#176347).
     if getattr(torch.compiler, "_is_exporting_flag", False):
         return "exported programs are to run without this library"
-    if not torch.compiler.is_compiling():
-        if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
-            return "torch.func transforms and forward-mode differentiation need the plain equation"
+    if not torch.compiler.is_compiling() and plain_only():
+        return "torch.func transforms, forward-mode differentiation and torch.jit.trace need the plain equation"
     return ""
 
 

@@ -11,11 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # unlike torch.compiler.disable, it imports the compiler only when called
 from torch.autograd.function import once_differentiable
-from torch.nn import init
 
 from normmatters import precision
 from normmatters.functional.batch_norm import update_running_statistics
-from normmatters.functional.checks import check_batch_norm
+from normmatters.functional.checks import check_batch_norm, check_residual
 from normmatters.functional.statistic import Kind, compute_dtype, scale_constant, statistic_kind
 from normmatters.kernels.dispatch import _count
 from normmatters.nn.batchnorm_act import ThenAct
@@ -78,16 +77,7 @@ class SyncLpBatchNorm(_LpBatchNorm):
             device=device,
             dtype=dtype,
         )
-        if p == "mean":  # no scale (F15)
-            self.register_parameter("weight", None)
         self.process_group = process_group
-
-    def reset_parameters(self) -> None:
-        """Reset the running statistics, and weight and bias to one and zero."""
-        self.reset_running_stats()
-        for parameter, value in ((self.weight, 1.0), (self.bias, 0.0)):
-            if parameter is not None:
-                init.constant_(parameter, value)
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
@@ -114,8 +104,8 @@ class SyncLpBatchNorm(_LpBatchNorm):
         # Counts can be checked only once the whole batch is known; everything else about the input is checked here.
         weight, bias, act = self.weight, self.bias, self.act
         check_batch_norm(input[:0], running_mean, running_var, weight, bias, True, self.eps, kind=kind, act=act)
-        if residual is not None and residual.shape != input.shape:
-            raise ValueError(f"residual must have the input's shape {tuple(input.shape)}, got {tuple(residual.shape)}")
+        if residual is not None:
+            check_residual(residual, input)
         rule = _Rule(kind, self.p, self.k, self.constant, self.eps, act == "relu", self.process_group)
         output: Tensor
         output, mean, s, count = _sync_normalize(input, weight, bias, residual, rule)

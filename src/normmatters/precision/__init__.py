@@ -46,7 +46,7 @@ from torch._compile import _disable_dynamo  # unlike torch.compiler.disable, it 
 from normmatters import functional
 from normmatters.functional.batch_norm import update_running_statistics
 from normmatters.functional.checks import check_batch_norm, check_layer_norm
-from normmatters.functional.statistic import Kind, compute_dtype, scale_constant, statistic_kind
+from normmatters.functional.statistic import Kind, check_constant, compute_dtype, scale_constant, statistic_kind
 from normmatters.kernels.triton.layout import memory_format
 from normmatters.precision.normalize import Normalize, Rule
 from normmatters.precision.rounding import FORMATS, STORAGE
@@ -81,9 +81,10 @@ def arithmetic(
 ) -> contextlib._GeneratorContextManager[Arithmetic]:
     """Compute this library's batch, layer and RMS norms in ``dtype``, with sums in ``accumulate``.
 
-    A context manager, and a decorator. It acts on the norms whose forward runs inside it, in this thread (or task);
-    their backward keeps to it wherever it runs. Under activation checkpointing the forward runs again during the
-    backward: pass it on by ``checkpoint(..., context_fn=lambda: (nullcontext(), arithmetic(...)))``.
+    A context manager, and a decorator (not of generators and coroutines: their bodies run after the call). It acts on
+    the norms whose forward runs inside it, in this thread (or task); their backward keeps to it wherever it runs. Under
+    activation checkpointing the forward runs again during the backward: pass it on by
+    ``checkpoint(..., context_fn=lambda: (nullcontext(), arithmetic(...)))``.
 
     Args:
         dtype: ``"fp16"``, ``"bf16"``, ``"fp32"``, or for storage in fp8 with fp16 arithmetic ``"e4m3"``, ``"e5m2"``;
@@ -121,9 +122,9 @@ def _using(setting: Arithmetic) -> Iterator[Arithmetic]:
     try:
         yield setting
     finally:
-        _current.reset(token)
-        with _lock:
+        with _lock:  # first: the reset fails where another task than the one that entered leaves
             _open_contexts -= 1
+        _current.reset(token)
 
 
 def _format(name: str, value: str | torch.dtype, allowed: dict[str, torch.dtype]) -> torch.dtype:
@@ -170,8 +171,7 @@ def batch_norm(
             [ 0.7983]])
     """
     kind = _supported_kind(p, k)
-    n = input.numel() // max(input.shape[1], 1) if input.dim() > 1 else 0
-    C = scale_constant(p, n, k, constant)
+    check_constant(constant)
     check_batch_norm(
         input, running_mean, running_var, weight, bias, training, eps, kind=kind, k=k, act=act, residual=residual
     )
@@ -190,6 +190,8 @@ def batch_norm(
             act=act,
             residual=residual,
         )
+    n = input.numel() // input.shape[1]
+    C = scale_constant(p, n, k, constant) if training else 1.0  # for fixed statistics n may be less than k
     rule = Rule(_required(), kind, k or 1, C, 0.0 if kind == "mean" else eps, relu=act == "relu")
     fixed = None
     if not training:

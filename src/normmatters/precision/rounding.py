@@ -80,7 +80,7 @@ def _can_use_kernels(x: Tensor) -> bool:
 @lru_cache(maxsize=4096)
 def constant(value: float, dtype: torch.dtype) -> float:
     """A constant in ``dtype``."""
-    return float(torch.tensor(value, dtype=torch.float64).to(dtype))
+    return float(torch.tensor(value, dtype=torch.float64, device="cpu").to(dtype))
 
 
 def split_count(n: int, dtype: torch.dtype) -> tuple[float, int]:

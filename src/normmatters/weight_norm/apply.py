@@ -134,8 +134,10 @@ def _candidates(path: str, module: nn.Module, embeddings: bool) -> Iterator[_Can
         names = [name for name in _ATTENTION_WEIGHTS if getattr(module, name) is not None]
     elif isinstance(module, _RECURRENT):
         names = [name for name in getattr(module, "_flat_weights_names", _CELL_WEIGHTS) if name.startswith("weight")]
-    # Depthwise transposed convolutions, (in, 1, ...), have one output channel for each input channel.
-    dim = 1 if isinstance(module, _TRANSPOSED) and not (module.groups > 1 and module.weight.shape[1] == 1) else 0
+    dim = 0
+    if isinstance(module, _TRANSPOSED):
+        # Depthwise ones, (in, 1, ...), have one output channel for each input channel.
+        dim = 0 if 1 < module.groups == module.in_channels == module.out_channels else 1
     yield from (_Candidate(path, module, name, dim) for name in names)
 
 

@@ -67,7 +67,7 @@ class BoundedWeight(nn.Module):
         k: int | None = None,
     ) -> None:
         check_slices(v, dim=dim, p=p, k=k)
-        from_init = isinstance(rho, str)
+        given: float | None = None
         if isinstance(rho, str):
             if rho != "init":
                 raise ValueError(f"rho must be 'init' or a positive number, got {rho!r}")
@@ -78,11 +78,11 @@ class BoundedWeight(nn.Module):
                 raise ValueError(f"rho cannot be taken from a weight with NaN or infinite values, got rho = {value}")
         else:
             check_rho(rho)
-            dtype = torch.promote_types(v.dtype, torch.float32)
-            value = torch.full((), rho, dtype=dtype, device=v.device)
+            given = float(rho)
+            value = _given_for(v, given)
         super().__init__()
         self.dim, self.p, self.k = dim, p, k
-        self.from_init = from_init
+        self.given = given
         self.ready = ReadyWeight()
         self.register_buffer("rho", value)
 
@@ -98,7 +98,11 @@ class BoundedWeight(nn.Module):
 
     def state_from_plain(self, weight: Tensor) -> dict[str, Tensor]:
         """The state entries of a checkpoint that holds a plain weight; ρ is the one that weight would have given."""
-        rho = initial_rho(weight, dim=self.dim, p=self.p, k=self.k) if self.from_init else self.rho
+        rho = self.rho
+        if self.given is None:
+            rho = initial_rho(weight, dim=self.dim, p=self.p, k=self.k)
+        elif rho.is_meta:
+            rho = _given_for(weight, self.given)
         return {"original": weight, "0.rho": rho}
 
     def extra_repr(self) -> str:
@@ -109,7 +113,14 @@ class BoundedWeight(nn.Module):
         super()._apply(fn, recurse)
         if self.rho.dtype in (torch.float16, torch.bfloat16):
             self.rho = rho.to(self.rho.device)
+        if rho.is_meta and not self.rho.is_meta and self.given is not None:
+            self.rho.fill_(self.given)  # ``to_empty`` leaves whatever was in the memory
         return self
+
+
+def _given_for(v: Tensor, rho: float) -> Tensor:
+    """ρ as it is kept for a weight like ``v``."""
+    return torch.full((), rho, dtype=torch.promote_types(v.dtype, torch.float32), device=v.device)
 
 
 class ClassicWeight(nn.Module):

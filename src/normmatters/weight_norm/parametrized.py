@@ -53,6 +53,7 @@ def complete_class(module: nn.Module) -> None:
             "_init_flat_weights": _ignore,
             "_update_flat_weights": _ignore,
             "forward": _rnn_forward,
+            "__delattr__": _rnn_delattr,
         }
     for name in _parametrizations(module):
         methods[name] = _ready_first(name, getattr(cls, name))
@@ -164,6 +165,13 @@ def _flat_weights(self: nn.RNNBase) -> list[Tensor | None]:
 
 def _ignore(self: nn.RNNBase, *_: Any) -> None:
     """Nothing to keep up to date: there is no list."""
+
+
+def _rnn_delattr(self: nn.RNNBase, name: str) -> None:
+    """Torch takes ``parametrizations`` away last of all, with every weight plain again: then so is the list."""
+    _class_before(self).__delattr__(self, name)
+    if name == "parametrizations":
+        self.__dict__["_flat_weights"] = self._flat_weights
 
 
 def _rnn_forward(self: nn.RNNBase, *args: Any, **kwargs: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from typing import Literal, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils import parametrize
@@ -86,7 +87,8 @@ def remove_weight_norm(module: M) -> M:
     The outputs stay the same. With bounded weight norm the parameter object stays the same too, so optimizers go on.
 
     Raises:
-        ValueError: there is none, or another parametrization was stacked on one; nothing is then removed.
+        ValueError: there is none, or another parametrization was stacked on one, or a parameter is shared with a layer
+            whose weight differs, so that no one tensor can stand for both; nothing is then removed.
 
     Example:
         >>> layer = remove_weight_norm(bounded_weight_norm(nn.Linear(2, 3)))
@@ -107,6 +109,7 @@ def remove_weight_norm(module: M) -> M:
             found.append((owner, name))
     if not found:
         raise ValueError(f"found no weight norm to remove in {type(module).__name__}")
+    _check_sharing(module, found)
     for part in module.modules():
         unfuse(part)
     for owner, name in found:
@@ -133,6 +136,24 @@ def _parameter(module: nn.Module, name: str) -> Tensor:
             f"{type(module).__name__} has sparse gradients, which cannot pass through a norm: sparse=False"
         )
     return parameter
+
+
+def _check_sharing(module: nn.Module, found: list[tuple[nn.Module, str]]) -> None:
+    """Raise if the weight that would be left in a v is not what all its users compute with."""
+    first: dict[int, tuple[nn.Module, str]] = {}  # who uses a parameter; weights are computed only where two do
+    for part in module.modules():
+        if not isinstance(part, parametrize.ParametrizationList):
+            first |= {id(parameter): (part, name) for name, parameter in part._parameters.items()}
+    for owner, name in found:
+        v = owner.parametrizations[name]._parameters.get("original")  # type: ignore[union-attr, index]
+        if v is None or not has_values(v):  # classic weight norm has new parameters
+            continue
+        other = first.setdefault(id(v), (owner, name))
+        if other != (owner, name) and not torch.equal(getattr(*other), getattr(owner, name)):
+            raise ValueError(
+                f"{type(owner).__name__}.{name} shares its parameter with a layer whose weight differs: "
+                "without weight norm both would be the same"
+            )
 
 
 def _check_no_zero_slice(module: nn.Module, v: Tensor, dim: int | None) -> None:
