@@ -29,6 +29,7 @@ from normmatters.optim._common import (
     check_own_groups,
     host_known,
     host_value,
+    loading,
     members,
     sgd_,
 )
@@ -179,7 +180,10 @@ class AngularSGD(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in ``torch.optim``; norms keep the dtype they were saved in, which may be more than the parameter's."""
-        super().load_state_dict(state_dict)
+        with loading(self, self._load_norms):
+            super().load_state_dict(state_dict)
+
+    def _load_norms(self, state_dict: dict[str, Any]) -> None:
         for group, saved in zip(self.param_groups, state_dict["param_groups"]):
             for p, key in zip(group["params"], saved["params"]):
                 norm = state_dict["state"].get(key, {}).get("norm")
