@@ -137,6 +137,8 @@ def _weight_decay_free(recipe: Recipe, bound: float) -> Row:
     x, mu = recipe.lr * recipe.weight_decay, recipe.momentum
     if x > bound:
         return Row(name, "none", f"lr · weight decay is above (1−√μ)² = {bound:.4g}: momentum overshoots zero")
+    if x == 1:
+        return Row(name, "none", "lr · weight decay is 1: nothing is left of the weights")
     # The fixed point of κ (see weight_decay_free): s solves s² − (1+μ−ηλ)s + μ = 0, and α grows by 1/s a step.
     b = 1 + mu - x
     s = (b + math.sqrt(max(b * b - 4 * mu, 0.0))) / 2
