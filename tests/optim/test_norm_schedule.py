@@ -235,6 +235,17 @@ def test_unknown_state_is_refused_before_a_weight_moves() -> None:
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
 
+def test_a_group_that_came_later_is_refused_before_a_weight_moves() -> None:
+    model = convnet()
+    optimizer = SGD([{"params": list(weights(model).values())}, {"params": model[11].weight}], lr=0.1)
+    schedule = NormSchedule(optimizer, lambda opt: MultiStepLR(opt, [1]), weights(model))
+    optimizer.add_param_group({"params": model[11].bias})
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match="has 3 parameter groups, and had 2 when NormSchedule was built"):
+        schedule.step()
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
 def test_the_schedulers_own_optimizer_causes_no_warning() -> None:
     model = convnet()
     optimizer = SGD(groups(model, 0.0), lr=0.1)

@@ -113,6 +113,11 @@ class NormSchedule(LRScheduler):
         if epoch is not None:
             raise ValueError("NormSchedule cannot jump to an epoch: the norms follow from those before")
         initial = self.last_epoch == -1
+        if len(self.optimizer.param_groups) != len(self.base_lrs):
+            raise ValueError(
+                f"the optimizer has {len(self.optimizer.param_groups)} parameter groups, and had {len(self.base_lrs)} "
+                "when NormSchedule was built: add parameter groups before"
+            )
         factors = self._source.advance(initial)
         self._rescale(factors)
         self._factors = factors

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from normmatters.optim._common import is_capturing
 from normmatters.optim._rows import Channels, Named, TestedChannels, resolve
 from normmatters.optim.multi_tensor import ChannelMeter
 from normmatters.optim.recording import Recording, layout_signature
@@ -56,8 +57,6 @@ class _History:
 
     def load(self, rows: Tensor) -> None:
         if self.capacity is not None:
-            if len(rows) > self.capacity:
-                raise ValueError(f"the state has {len(rows)} rows, capacity={self.capacity} was reserved")
             self._chunk[: len(rows)].copy_(rows)
             self._next.fill_(len(rows))
             return
@@ -124,7 +123,7 @@ class NormRecorder:
         else:
             # Row 0 is taken at the first step, not here: weights may still be loaded or moved in between.
             self._handles.append(optimizer.register_step_pre_hook(lambda *_: self._start()))
-            self._handles.append(optimizer.register_step_post_hook(lambda *_: self.step()))
+            self._handles.append(optimizer.register_step_post_hook(lambda *_: self._stepped()))
 
     def reset(self) -> None:
         """Forget all rows and begin again at step 0."""
@@ -166,6 +165,13 @@ class NormRecorder:
     def _start(self) -> None:
         if not self._row_steps:
             self._record()
+
+    def _stepped(self) -> None:
+        # GradScaler calls a fused optimizer even for a step to skip, and tells it by this attribute; whether it is one
+        # must be asked of the device.
+        found_inf = getattr(self._optimizer, "found_inf", None)
+        if found_inf is None or is_capturing() or not found_inf.item():
+            self.step()
 
     @torch.no_grad()
     def _record(self) -> None:
@@ -242,6 +248,8 @@ class NormRecorder:
             raise ValueError(
                 f"the state has {state['settings'].shape[1] // 2} parameter groups, here are {len(self._setting) // 2}"
             )
+        if self._capacity is not None and len(state["rows"]) > self._capacity:
+            raise ValueError(f"the state has {len(state['rows'])} rows, capacity={self._capacity} was reserved")
         self.reset()
         self._rows.load(state["rows"])
         self._settings.load(state["settings"])
