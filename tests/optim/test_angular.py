@@ -5,8 +5,11 @@ import io
 
 import pytest
 import torch
+import torch.distributed as dist
 from digits import IMAGES, LABELS, backward, digit_net, split, train
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from normmatters.optim import _common, multi_tensor
 from normmatters.optim._rows import angular_update, channel_norms
@@ -221,6 +224,32 @@ def test_closure_grad_scaler_new_groups_and_copies():
         twin = copy.deepcopy(optimizer)
         assert twin.param_groups[0]["params"][0] is not optimizer.param_groups[0]["params"][0]
         assert str(twin).startswith(type(optimizer).__name__)
+
+
+@pytest.mark.parametrize("dim", [0, 1, None])
+@pytest.mark.parametrize("kind", ["own", "sgd"])
+def test_sharded_weights_turn_as_whole_ones(kind, dim):
+    """fully_shard's DTensors know few operations; one process has them all."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        torch.manual_seed(0)
+        whole = nn.Linear(5, 4, dtype=torch.float64)
+        shards = fully_shard(copy.deepcopy(whole), mesh=init_device_mesh("cpu", (1,)))
+        for layer in (whole, shards):
+            groups = [{"params": [layer.weight], "dim": dim}, {"params": [layer.bias], "angular": False}]
+            recipe = {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-3}
+            optimizer = AngularSGD(groups, **recipe) if kind == "own" else Angular(torch.optim.SGD(groups, **recipe))
+            for t in range(3):
+                optimizer.zero_grad()
+                layer(torch.eye(5, dtype=torch.float64)).sub(t).square().sum().backward()
+                optimizer.step()
+        assert torch.equal(shards.weight.full_tensor(), whole.weight)
+        with torch.no_grad():
+            shards.weight.mul_(0)
+        with pytest.raises(ValueError, match="neuron 0 has norm 0"):
+            AngularSGD([{"params": [shards.weight], "dim": dim}], **recipe).step()
+    finally:
+        dist.destroy_process_group()
 
 
 def test_capturable_reads_the_lr_tensor_at_every_step():

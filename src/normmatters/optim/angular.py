@@ -305,7 +305,11 @@ class Angular(OptimizerWrapper):
             torch._foreach_sub_(params[i], before[i])
             norms, turn = [self._norms[p] for p in params[i]], self._turners.setdefault(i, ChannelTurner())
             turn(before[i], params[i], grads[i], norms, -self._angle(group), group["dim"])
-            torch._foreach_copy_(params[i], before[i])
+            if any(hasattr(p, "full_tensor") for p in params[i]):  # shards have no multi-tensor copy
+                for p, turned in zip(params[i], before[i]):
+                    p.copy_(turned)
+            else:
+                torch._foreach_copy_(params[i], before[i])
         return loss
 
     def _parameters(self) -> list[Tensor]:
