@@ -207,6 +207,7 @@ def test_errors_name_the_parameter_and_change_nothing(recorded: tuple[Recording,
     with pytest.raises(ValueError, match="parameters= must say"):
         NormSchedule(optimizer, SCHEDULES["drops"])
     fails("'0.weight' must be trained without weight decay", opt=SGD(groups(model, 1e-3), lr=0.1))
+    fails("group 1 shares its learning rate's tensor", opt=SGD(groups(model, 0.0), lr=torch.tensor(0.1)))
     fails("does not hold 'w'", parameters={"w": torch.ones(2, 2)})
     fails("state of LBFGS scales is not known", opt=torch.optim.LBFGS(list(weights(model).values())))
     fails(

@@ -181,6 +181,13 @@ def _check_unmixed(channels: Channels, groups: list[int], optimizer: Optimizer) 
                 f'{name!r} shares parameter group {index} with weights that are not scheduled: others="scheduled" '
                 'needs them apart (see split_parameters); others="constant" leaves their learning rate alone'
             )
+    kept = [optimizer.param_groups[index]["lr"] for index in groups]
+    for index, group in enumerate(optimizer.param_groups):
+        if index not in groups and isinstance(group["lr"], Tensor) and any(group["lr"] is lr for lr in kept):
+            raise ValueError(
+                f"parameter group {index} shares its learning rate's tensor with scheduled weights, whose learning "
+                "rate is to stay: give each group an lr tensor of its own"
+            )
 
 
 class _FromSchedule:
