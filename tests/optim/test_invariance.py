@@ -188,6 +188,8 @@ def test_bad_input_is_named() -> None:
         scale_invariant_parameters(torch.ones(2), torch.ones(2))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="tol must lie"):
         scale_invariant_parameters(model, batch(0)[0], tol=0.0)
+    with pytest.raises(ValueError, match="must have floating-point parameters to test, it has none"):
+        scale_invariant_parameters(nn.ReLU(), batch(0)[0])
     with pytest.raises(ValueError, match="finite, non-zero"):
         scale_invariant_parameters(model, batch(0)[0] * float("nan"))
 

@@ -204,7 +204,14 @@ def test_module_without_optimizer_and_transposed_convolutions() -> None:
     with torch.no_grad():
         model[0].weight.mul_(2)
     recorder.step()
+    first = recorder.recording()
+    recorder.reset()
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    recorder.step()
     recording = recorder.recording()
+    assert recording.steps.tolist() == first.steps.tolist() == [0, 1]
+    torch.testing.assert_close(recording.norms["0.weight"], 2 * first.norms["0.weight"])
     assert recording.dims == {"0.weight": 1, "1.weight": 0}
     torch.testing.assert_close(recording.norms["0.weight"][1], channel_norms(model[0].weight.detach(), 1))
     torch.testing.assert_close(recording.norms["0.weight"][1], 2 * recording.norms["0.weight"][0])

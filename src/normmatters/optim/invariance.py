@@ -276,8 +276,10 @@ def scale_invariant_parameters(
     devices = {t.device for t in [*bare.parameters(), *bare.buffers()] if t.device.type == "cuda"}
     with torch.random.fork_rng(devices=list(devices)), torch.enable_grad():
         probe = Probe(bare, example_input, dtype, seed)
-        grads = probe.gradients(probes)
         names = [n for n, p in probe.parameters.items() if p.requires_grad]
+        if not names:
+            raise ValueError("the model must have floating-point parameters to test, it has none")
+        grads = probe.gradients(probes)
         found = {n: one for (n,), one in _examine(probe, [(n,) for n in names], grads, tol).items()}
         bundles = []
         for prefix, module in probe.model.named_modules():

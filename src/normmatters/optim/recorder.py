@@ -118,10 +118,7 @@ class NormRecorder:
         self._used_groups = sorted(set(self._group_of))
         self._handles = []
         self.reset()
-        if optimizer is None:
-            self._record()
-        else:
-            # Row 0 is taken at the first step, not here: weights may still be loaded or moved in between.
+        if optimizer is not None:
             self._handles.append(optimizer.register_step_pre_hook(lambda *_: self._start()))
             self._handles.append(optimizer.register_step_post_hook(lambda *_: self._stepped()))
 
@@ -134,6 +131,9 @@ class NormRecorder:
         self._setting = torch.zeros(2 * len(self._used_groups), dtype=torch.float64, device=channels.device)
         self._written: list[float] | None = None
         self._steps, self._row_steps, self._epoch_ends = 0, list[int](), list[int]()
+        # With an optimizer row 0 is taken at the first step: weights may still be loaded or moved in between.
+        if self._optimizer is None:
+            self._record()
 
     def remove(self) -> None:
         """Detach from the optimizer; the rows stay."""
