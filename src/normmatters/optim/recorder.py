@@ -71,7 +71,8 @@ class NormRecorder:
 
     Everything stays on the device and waits for nothing. On a GPU one launch measures all weights and one copy keeps
     the result; elsewhere it is one norm a weight (two with angles). Given an optimizer it records by itself after each
-    `optimizer.step()`; a step that AMP's `GradScaler` skips is no step and is not recorded.
+    `optimizer.step()`; a step that AMP's `GradScaler` skips is no step and is not recorded (for this, and this alone, a
+    fused optimizer's steps under `GradScaler` are waited for).
 
     Args:
         weights: the result of `scale_invariant_parameters`, a module (all weights of two or more dimensions), a mapping
