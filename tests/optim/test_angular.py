@@ -356,6 +356,38 @@ def check_kernel(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
                 torch.testing.assert_close(ours.double(), exact, rtol=0, atol=2e-5)
 
 
+@pytest.mark.parametrize("how", ["load", "convert"])
+@pytest.mark.parametrize("wrap", [False, True])
+def test_norms_of_a_double_run_are_not_read_as_floats(wrap, how, monkeypatch):
+    """The kernel takes float32 norms by their address: those of a run that was in float64 must be converted."""
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("the interpreter takes the place of a GPU")
+    quicken()
+
+    def make(p: Tensor) -> torch.optim.Optimizer:
+        if wrap:
+            return Angular(torch.optim.SGD([p], lr=0.1), angle=0.1)
+        return AngularSGD([p], angle=0.1, momentum=0.0)
+
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(4, 6, dtype=torch.float64))
+    optimizer = make(weight)
+    weight.grad = torch.randn(4, 6, dtype=torch.float64)
+    optimizer.step()
+    norms = channel_norms(weight.detach()).float()
+    monkeypatch.setattr(multi_tensor, "_LAUNCH_ON", ("cpu",))
+    if how == "load":
+        state, weight = optimizer.state_dict(), nn.Parameter(weight.detach().float())
+        optimizer = make(weight)
+        optimizer.load_state_dict(state)
+    else:
+        weight.grad, weight.data = None, weight.data.float()
+    weight.grad = torch.randn(4, 6)
+    optimizer.step()
+    torch.testing.assert_close(channel_norms(weight.detach()), norms, rtol=1e-6, atol=0)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the GPU")
 def test_kernel_is_the_equation_in_the_interpreter(monkeypatch):
     pytest.importorskip("triton")

@@ -33,6 +33,7 @@ from normmatters.optim._common import (
     members,
     sgd_,
 )
+from normmatters.optim._rows import _work_dtype
 from normmatters.optim._turning import check_angle, check_turnable, first_norms
 from normmatters.optim._wrapper import OptimizerWrapper
 from normmatters.optim.equilibrium import filter_sums
@@ -179,7 +180,7 @@ class AngularSGD(Optimizer):
         turn(params, found.momentum_buffers(), grads, norms, angle, group["dim"], momentum)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in ``torch.optim``; norms keep the dtype they were saved in, which may be more than the parameter's."""
+        """As in ``torch.optim``; norms keep float32 beside parameters of half precision."""
         with loading(self, self._load_norms):
             super().load_state_dict(state_dict)
 
@@ -188,7 +189,7 @@ class AngularSGD(Optimizer):
             for p, key in zip(group["params"], saved["params"]):
                 norm = state_dict["state"].get(key, {}).get("norm")
                 if norm is not None:
-                    self.state[p]["norm"] = norm.detach().to(p.device, copy=True)
+                    self.state[p]["norm"] = _norms_of(p, norm)
 
 
 class Angular(OptimizerWrapper):
@@ -320,7 +321,12 @@ class Angular(OptimizerWrapper):
 
     def _load_own_state(self, state: dict[str, Any]) -> None:
         params = self._parameters()
-        self._norms = {params[i]: norm.detach().to(params[i].device, copy=True) for i, norm in state["norms"].items()}
+        self._norms = {params[i]: _norms_of(params[i], norm) for i, norm in state["norms"].items()}
+
+
+def _norms_of(p: Tensor, saved: Tensor) -> Tensor:
+    """Loaded norms where ``p`` is, in the dtype that they are measured in."""
+    return saved.detach().to(p.device, _work_dtype(p), copy=True)
 
 
 def _turning_rate(optimizer: Optimizer, group: Group) -> float | None:
