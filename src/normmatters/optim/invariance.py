@@ -255,7 +255,7 @@ def scale_invariant_parameters(
     Args:
         model: any module; tested in training mode, so that batch norm normalizes by the batch.
         example_input: a tensor, a tuple of positional or a dict of keyword arguments. A small real batch is best.
-        tol: largest |cos(w, ∇L)| and relative change of the output that count as none. Both come out near 1e-10 where
+        tol: largest |cos(w, ∇L)| and relative change of the output that count as none. Both come out below 1e-10 where
             eps is an attribute of its module, and at about eps/variance where the code passes it as a literal.
         probes: number of random losses.
         dtype: precision of the copy.
