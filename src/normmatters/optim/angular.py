@@ -141,6 +141,7 @@ class AngularSGD(Optimizer):
         lr = group["lr"] if group["capturable"] else host_value(group["lr"])
         if group["lr_is_angle"]:
             return lr  # type: ignore[no-any-return]
+        check_number("weight_decay", group["weight_decay"])
         s, q = filter_sums(group["momentum"], group["nesterov"])
         return (2 * group["weight_decay"] * q / s * lr) ** 0.5  # type: ignore[no-any-return]
 
@@ -262,6 +263,7 @@ class Angular(OptimizerWrapper):
         lr = group["lr"] if group.get("capturable") else host_value(group["lr"])
         if group["angle"] is not None:
             return group["angle"] / group["angle_lr"] * lr  # type: ignore[no-any-return]
+        check_number("weight_decay", group["weight_decay"])
         rate = _turning_rate(self.optimizer, group) or 0.0
         return (2 * group["weight_decay"] * rate * lr) ** 0.5  # type: ignore[no-any-return]
 
