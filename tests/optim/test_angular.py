@@ -223,6 +223,19 @@ def test_closure_grad_scaler_new_groups_and_copies():
         assert str(twin).startswith(type(optimizer).__name__)
 
 
+@pytest.mark.parametrize("wrap", [False, True])
+def test_a_weight_decay_of_no_angle_is_named_in_the_midst_of_a_run(wrap):
+    net = digit_net()
+    recipe = {"lr": 0.1, "momentum": 0.9, "weight_decay": 5e-3}
+    optimizer = wrapped(net, torch.optim.SGD, **recipe) if wrap else angular_sgd(net, **recipe)
+    train(net, optimizer, 1)
+    before = copy.deepcopy(net.state_dict())
+    optimizer.param_groups[0]["weight_decay"] = -5e-3
+    with pytest.raises(ValueError, match=r"weight_decay must be >= 0 and finite, got -0\.005"):
+        optimizer.step()
+    assert all(torch.equal(v, before[k]) for k, v in net.state_dict().items())
+
+
 def test_capturable_reads_the_lr_tensor_at_every_step():
     net = digit_net()
     lr = torch.tensor(0.1, dtype=torch.float64)

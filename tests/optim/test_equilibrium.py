@@ -185,6 +185,9 @@ def test_explain_says_the_numbers():
         alpha, kappa = next_alpha_kappa(alpha, kappa, 0.1, 5e-4, 0.9)
     assert rows["same: growing lr"] == f"× {(alpha / last) ** 2:.6g} a step"
     assert {r.quantity: r.value for r in explain(0.1, 0.05, 0.9)}["same: growing lr"] == "none"
+    assert {r.quantity: r.value for r in explain(1.0, 1.0)}["same: growing lr"] == "none"
+    slow = {r.quantity: r.meaning for r in explain(1e-9, 1e-9, 0.9)}["same: growing lr"]
+    assert slow.endswith(f"every {math.log(2) / (2 * 1e-18 / 0.1):.4g} steps")  # where 1 − ηλ rounds to 1
     assert explain(0.1, 0.0)[0].value == "no equilibrium"
     lines = render(explain(0.1, 5e-4, 0.9)).splitlines()
     assert len({line.index(row.meaning) for line, row in zip(lines, explain(0.1, 5e-4, 0.9))}) == 1  # aligned
@@ -211,6 +214,8 @@ def test_errors_name_the_parameter():
         lambda: Recipe(0.1, 1e-4).with_weight_decay(0.0),
         lambda: Recipe.from_angle(0.1, 0.0),
         lambda: adamw_equilibrium_norm(10, 0.1, 0.0),
+        lambda: norm_trajectory([0.1], 1e-4, 0.9, 1.0, norm=0.0),
+        lambda: norm_trajectory([-0.1], 1e-4, 0.9, 1.0, norm=1.0),
     ):
         with pytest.raises(ValueError):
             call()

@@ -188,6 +188,13 @@ def test_bad_input_is_named() -> None:
         scale_invariant_parameters(torch.ones(2), torch.ones(2))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="tol must lie"):
         scale_invariant_parameters(model, batch(0)[0], tol=0.0)
+    ambiguous = nn.Sequential()
+    ambiguous.module, ambiguous.fc = nn.Sequential(), nn.Linear(2, 2)
+    ambiguous.module.fc = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"two parameters are called 'fc\.weight' without the prefixes of wrappers"):
+        scale_invariant_parameters(ambiguous, torch.randn(4, 2))
+    with pytest.raises(ValueError, match="must have floating-point parameters to test, it has none"):
+        scale_invariant_parameters(nn.ReLU(), batch(0)[0])
     with pytest.raises(ValueError, match="finite, non-zero"):
         scale_invariant_parameters(model, batch(0)[0] * float("nan"))
 

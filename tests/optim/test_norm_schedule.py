@@ -207,6 +207,7 @@ def test_errors_name_the_parameter_and_change_nothing(recorded: tuple[Recording,
     with pytest.raises(ValueError, match="parameters= must say"):
         NormSchedule(optimizer, SCHEDULES["drops"])
     fails("'0.weight' must be trained without weight decay", opt=SGD(groups(model, 1e-3), lr=0.1))
+    fails("group 1 shares its learning rate's tensor", opt=SGD(groups(model, 0.0), lr=torch.tensor(0.1)))
     fails("does not hold 'w'", parameters={"w": torch.ones(2, 2)})
     fails("state of LBFGS scales is not known", opt=torch.optim.LBFGS(list(weights(model).values())))
     fails(
@@ -231,6 +232,17 @@ def test_unknown_state_is_refused_before_a_weight_moves() -> None:
     train(model, optimizer, range(1))
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(ValueError, match=r"state 'momentum_buffer' of '0\.weight'"):
+        schedule.step()
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+def test_a_group_that_came_later_is_refused_before_a_weight_moves() -> None:
+    model = convnet()
+    optimizer = SGD([{"params": list(weights(model).values())}, {"params": model[11].weight}], lr=0.1)
+    schedule = NormSchedule(optimizer, lambda opt: MultiStepLR(opt, [1]), weights(model))
+    optimizer.add_param_group({"params": model[11].bias})
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match="has 3 parameter groups, and had 2 when NormSchedule was built"):
         schedule.step()
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 

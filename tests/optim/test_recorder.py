@@ -188,13 +188,30 @@ def test_capacity_records_the_same_and_reports_overflow() -> None:
         recorder.recording()
 
 
+def test_a_state_too_long_for_the_capacity_changes_nothing() -> None:
+    long, short = convnet(), convnet()
+    recorder, small = (NormRecorder(m, sgd(m), capacity=c) for m, c in ((long, 6), (short, 3)))
+    train(long, recorder._optimizer, range(4))
+    train(short, small._optimizer, range(1))
+    with pytest.raises(ValueError, match="the state has 5 rows, capacity=3 was reserved"):
+        small.load_state_dict(recorder.state_dict())
+    assert small.recording().steps.tolist() == [0, 1]
+
+
 def test_module_without_optimizer_and_transposed_convolutions() -> None:
     model = nn.Sequential(nn.ConvTranspose2d(2, 3, 2), nn.Conv2d(3, 4, 1))
     recorder = NormRecorder(model, angle=False)
     with torch.no_grad():
         model[0].weight.mul_(2)
     recorder.step()
+    first = recorder.recording()
+    recorder.reset()
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    recorder.step()
     recording = recorder.recording()
+    assert recording.steps.tolist() == first.steps.tolist() == [0, 1]
+    torch.testing.assert_close(recording.norms["0.weight"], 2 * first.norms["0.weight"])
     assert recording.dims == {"0.weight": 1, "1.weight": 0}
     torch.testing.assert_close(recording.norms["0.weight"][1], channel_norms(model[0].weight.detach(), 1))
     torch.testing.assert_close(recording.norms["0.weight"][1], 2 * recording.norms["0.weight"][0])
@@ -231,9 +248,10 @@ def test_a_state_does_not_change_while_the_run_goes_on() -> None:
     torch.testing.assert_close(recorder.recording().norms["w"][1], 2 * saved[0][0, :3])
 
 
-def test_skipped_amp_steps_are_not_recorded() -> None:
+@pytest.mark.parametrize("fused", [False, True])  # a fused optimizer steps all the same, and skips by itself
+def test_skipped_amp_steps_are_not_recorded(fused: bool) -> None:
     model = convnet(torch.float32)
-    optimizer = sgd(model)
+    optimizer = sgd(model, fused=fused)
     recorder = NormRecorder(model, optimizer)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     for t in range(3):

@@ -104,6 +104,23 @@ def test_momentum_may_change_and_parameters_may_miss_steps():
     assert optimizer.state[free[0].weight]["alpha"] > 1.02 * optimizer.state[free[3].weight]["alpha"]
 
 
+@pytest.mark.parametrize("options", [{}, {"fused": True}, {"capturable": True}])
+def test_momentum_may_pause(options):
+    """Without momentum SGD neither uses nor changes its buffer; the weights that move on see another part of it."""
+    decayed, free = digit_net(), digit_net()
+    sgd = torch.optim.SGD(decayed.parameters(), lr=0.1, weight_decay=0.02)
+    optimizer = free_sgd(free, lr=0.1, weight_decay=0.02, **options)
+    for net, opt in ((decayed, sgd), (free, optimizer)):
+        for t in range(170):
+            for group in opt.param_groups:
+                group["momentum"] = 0.9 if 3 <= t < 120 or t >= 140 else 0.0
+            backward(net, torch.arange(32) + t)
+            opt.step()
+            if t in (119, 139) and opt is optimizer:  # α reaches RESCALE_AT in the pause
+                assert (opt.state[net[0].weight]["alpha"] > RESCALE_AT / 2) == (t == 119)
+    assert direction_error(split(decayed)[0], split(free)[0]) < EXACT
+
+
 @pytest.mark.parametrize(
     "options", [{"foreach": True}, {"foreach": False}, {"fused": True}, {"capturable": True}, {"lr": "tensor"}]
 )
@@ -313,6 +330,20 @@ def test_adamw_rescales():
     assert direction_error(split(decayed)[0], split(free)[0]) < EXACT
 
 
+@pytest.mark.parametrize("kind", [WeightDecayFreeSGD, WeightDecayFreeAdamW])
+def test_alpha_is_exact_with_a_float32_tensor_as_lr(kind, monkeypatch):
+    """1 − ηλ in float32 is wrong by 1 % of ηλ = 1e-6, at every step alike."""
+    monkeypatch.setattr(WeightDecayFreeAdamW, "_adamw", lambda *_: None)  # which torch captures on GPUs only
+    weight = nn.Parameter(torch.eye(2))
+    weight.grad = torch.eye(2).flip(0)
+    lr = torch.tensor(1e-4)
+    optimizer = kind([weight], lr=lr, weight_decay=1e-2, capturable=True)
+    for _ in range(100):
+        optimizer.step()
+    expected = -100 * math.log1p(-lr.item() * 1e-2)
+    assert math.log(optimizer.state[weight]["alpha"]) == pytest.approx(expected, rel=1e-9)
+
+
 @pytest.mark.parametrize(("momentum", "nesterov"), [(0.0, False), (0.5, False), (0.9, False), (0.5, True), (0.9, True)])
 def test_the_bound_is_where_alpha_turns_negative(momentum, nesterov):
     def stays_positive(product: float) -> bool:
@@ -334,6 +365,8 @@ def test_refuses_what_has_no_weight_decay_free_form():
     net = digit_net()
     with pytest.raises(ValueError, match=r"lr \* weight_decay = 0.005 is more than \(1-sqrt\(momentum\)\)\^2 = 0.0026"):
         free_sgd(net, lr=0.1, momentum=0.9, weight_decay=0.05)
+    with pytest.raises(ValueError, match=r"lr \* weight_decay must be below 1, got 1: nothing is left"):
+        free_sgd(net, lr=0.1, weight_decay=10.0)
     optimizer = free_sgd(net, lr=0.1, momentum=0.9, weight_decay=5e-3)
     train(net, optimizer, 1)
     before = copy.deepcopy(net.state_dict())

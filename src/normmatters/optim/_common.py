@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
@@ -71,6 +73,21 @@ def check_own_groups(optimizer: Optimizer, state: dict[str, Any]) -> None:
                 f"not a state of {type(optimizer).__name__}: its group {index} has no {', '.join(missing)}. To go on "
                 "with another optimizer than before, load the model alone"
             )
+
+
+@contextmanager
+def loading(optimizer: Optimizer, finish: Callable[[dict[str, Any]], None]) -> Iterator[None]:
+    """While ``torch.optim`` loads: ``finish`` gets the state as the user's pre-hooks left it, before his post-hooks."""
+    state: dict[str, Any] = {}
+    handles = (
+        optimizer.register_load_state_dict_pre_hook(lambda _, hooked: state.update(hooked)),
+        optimizer.register_load_state_dict_post_hook(lambda _: finish(state), prepend=True),
+    )
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 class Members(NamedTuple):

@@ -16,6 +16,7 @@ from normmatters.optim._common import (
     check_own_groups,
     host_value,
     is_capturing,
+    loading,
     members,
     parameter_label,
 )
@@ -172,7 +173,10 @@ class WeightDecayFree(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in ``torch.optim``; α stays in double and captured scalars stay shared, bit for bit."""
-        super().load_state_dict(state_dict)
+        with loading(self, self._load_scalars):
+            super().load_state_dict(state_dict)
+
+    def _load_scalars(self, state_dict: dict[str, Any]) -> None:
         saved_state = state_dict["state"]
         for group, saved_group in zip(self.param_groups, state_dict["param_groups"]):
             shared: dict[Any, Tensor] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -75,6 +76,12 @@ class Probe:
     """The copy: in training mode, in `dtype`, with machine epsilon for eps and random values for all-zero tensors."""
 
     def __init__(self, model: nn.Module, example_input: Any, dtype: torch.dtype, seed: int) -> None:
+        counts = Counter(name for name, _ in named_parameters(model))
+        if twice := [name for name, count in counts.items() if count > 1]:
+            raise ValueError(
+                f"two parameters are called {twice[0]!r} without the prefixes of wrappers (module., _orig_mod.): "
+                "rename one of the model's modules"
+            )
         try:
             self.model = copy.deepcopy(model).to(dtype).train()
         except RuntimeError as error:

@@ -45,9 +45,10 @@ def first_norms(index: int, group: Group, known: Container[Tensor]) -> dict[Tens
             label = parameter_label(index, group, i)
             raise ValueError(f"{label} takes its first step inside a CUDA graph: take one step before the capture")
         norm = channel_norms(p.detach(), group["dim"])
-        bad = ((norm == 0) | ~norm.isfinite()).nonzero().flatten().tolist()
+        whole = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # of shards, on every process
+        bad = ((whole == 0) | ~whole.isfinite()).nonzero().flatten().tolist()
         if bad:
-            label, value = parameter_label(index, group, i), norm[bad[0]].item()
+            label, value = parameter_label(index, group, i), whole[bad[0]].item()
             raise ValueError(
                 f"{label}: neuron {bad[0]} has norm {value:g}; {len(bad)} of its {norm.numel()} neurons have no "
                 "direction. Initialise them, or put it in a group with angular=False"

@@ -37,7 +37,8 @@ class OptimizerWrapper(Optimizer):
         return self.optimizer.defaults
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__.copy()
+        # As in torch.optim, copies have no hooks, and not the `step` that a scheduler wraps: it steps this optimizer.
+        return {k: v for k, v in self.__dict__.items() if k != "step" and not k.startswith("_optimizer_")}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.optimizer!r})"
@@ -61,13 +62,24 @@ class OptimizerWrapper(Optimizer):
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's `state_dict` with one more key, this class's name."""
-        return self.optimizer.state_dict() | {type(self).__name__: self._own_state()}
+        """The wrapped optimizer's `state_dict` with one more key, this class's name. Hooks as in ``torch.optim``."""
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        state = self.optimizer.state_dict() | {type(self).__name__: self._own_state()}
+        for after in self._optimizer_state_dict_post_hooks.values():
+            changed = after(self, state)
+            state = state if changed is None else changed
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        key = type(self).__name__
+        key, state_dict = type(self).__name__, state_dict.copy()
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, state_dict)
+            state_dict = state_dict if changed is None else changed
         if key not in state_dict:
             raise ValueError(f"not a state of {key}: it has {sorted(state_dict)}; load a plain one into `.optimizer`")
         self._check_own_state(state_dict[key])
         self.optimizer.load_state_dict({k: v for k, v in state_dict.items() if k != key})  # which checks it first
         self._load_own_state(state_dict[key])
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)

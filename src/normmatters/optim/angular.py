@@ -29,9 +29,11 @@ from normmatters.optim._common import (
     check_own_groups,
     host_known,
     host_value,
+    loading,
     members,
     sgd_,
 )
+from normmatters.optim._rows import _work_dtype
 from normmatters.optim._turning import check_angle, check_turnable, first_norms
 from normmatters.optim._wrapper import OptimizerWrapper
 from normmatters.optim.equilibrium import filter_sums
@@ -139,6 +141,7 @@ class AngularSGD(Optimizer):
         lr = group["lr"] if group["capturable"] else host_value(group["lr"])
         if group["lr_is_angle"]:
             return lr  # type: ignore[no-any-return]
+        check_number("weight_decay", group["weight_decay"])
         s, q = filter_sums(group["momentum"], group["nesterov"])
         return (2 * group["weight_decay"] * q / s * lr) ** 0.5  # type: ignore[no-any-return]
 
@@ -178,13 +181,16 @@ class AngularSGD(Optimizer):
         turn(params, found.momentum_buffers(), grads, norms, angle, group["dim"], momentum)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in ``torch.optim``; norms keep the dtype they were saved in, which may be more than the parameter's."""
-        super().load_state_dict(state_dict)
+        """As in ``torch.optim``; norms keep float32 beside parameters of half precision."""
+        with loading(self, self._load_norms):
+            super().load_state_dict(state_dict)
+
+    def _load_norms(self, state_dict: dict[str, Any]) -> None:
         for group, saved in zip(self.param_groups, state_dict["param_groups"]):
             for p, key in zip(group["params"], saved["params"]):
                 norm = state_dict["state"].get(key, {}).get("norm")
                 if norm is not None:
-                    self.state[p]["norm"] = norm.detach().to(p.device, copy=True)
+                    self.state[p]["norm"] = _norms_of(p, norm)
 
 
 class Angular(OptimizerWrapper):
@@ -257,6 +263,7 @@ class Angular(OptimizerWrapper):
         lr = group["lr"] if group.get("capturable") else host_value(group["lr"])
         if group["angle"] is not None:
             return group["angle"] / group["angle_lr"] * lr  # type: ignore[no-any-return]
+        check_number("weight_decay", group["weight_decay"])
         rate = _turning_rate(self.optimizer, group) or 0.0
         return (2 * group["weight_decay"] * rate * lr) ** 0.5  # type: ignore[no-any-return]
 
@@ -301,7 +308,11 @@ class Angular(OptimizerWrapper):
             torch._foreach_sub_(params[i], before[i])
             norms, turn = [self._norms[p] for p in params[i]], self._turners.setdefault(i, ChannelTurner())
             turn(before[i], params[i], grads[i], norms, -self._angle(group), group["dim"])
-            torch._foreach_copy_(params[i], before[i])
+            if any(hasattr(p, "full_tensor") for p in params[i]):  # shards have no multi-tensor copy
+                for p, turned in zip(params[i], before[i]):
+                    p.copy_(turned)
+            else:
+                torch._foreach_copy_(params[i], before[i])
         return loss
 
     def _parameters(self) -> list[Tensor]:
@@ -312,7 +323,12 @@ class Angular(OptimizerWrapper):
 
     def _load_own_state(self, state: dict[str, Any]) -> None:
         params = self._parameters()
-        self._norms = {params[i]: norm.detach().to(params[i].device, copy=True) for i, norm in state["norms"].items()}
+        self._norms = {params[i]: _norms_of(params[i], norm) for i, norm in state["norms"].items()}
+
+
+def _norms_of(p: Tensor, saved: Tensor) -> Tensor:
+    """Loaded norms where ``p`` is, in the dtype that they are measured in."""
+    return saved.detach().to(p.device, _work_dtype(p), copy=True)
 
 
 def _turning_rate(optimizer: Optimizer, group: Group) -> float | None:

@@ -177,7 +177,7 @@ class StepSizeCorrection(OptimizerWrapper):
                     f"{name!r} is not scale invariant: cos(w, grad) is {cosine:.2g}, not 0. Eq. 5 holds only behind a "
                     "normalization; ask scale_invariant_parameters which weights are, or pass its result"
                 )
-            self._checked = True
+        self._checked = any(w.grad is not None for w in self._channels.weights)
 
     def _own_state(self) -> dict[str, Any]:
         return {"step": int(self._step), "form": self._form, "recording": self._signature}

@@ -120,9 +120,13 @@ def norm_trajectory(
     1.0
     """
     check_number("weight_decay", weight_decay)
+    check_number("norm", norm)
+    if norm == 0:
+        raise ValueError("norm must be positive: a weight of norm zero has no direction to turn")
     s, q = filter_sums(momentum)
     norms, angles, fourth = [], [], norm**4
     for lr in lrs:
+        check_number("lr", lr)
         norms.append(fourth**0.25)
         angles.append(lr * math.sqrt(q / fourth) * unit_gradient)
         rate = 4 * lr * s * weight_decay

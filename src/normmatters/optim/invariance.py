@@ -255,7 +255,7 @@ def scale_invariant_parameters(
     Args:
         model: any module; tested in training mode, so that batch norm normalizes by the batch.
         example_input: a tensor, a tuple of positional or a dict of keyword arguments. A small real batch is best.
-        tol: largest |cos(w, ∇L)| and relative change of the output that count as none. Both come out near 1e-10 where
+        tol: largest |cos(w, ∇L)| and relative change of the output that count as none. Both come out below 1e-10 where
             eps is an attribute of its module, and at about eps/variance where the code passes it as a literal.
         probes: number of random losses.
         dtype: precision of the copy.
@@ -276,8 +276,10 @@ def scale_invariant_parameters(
     devices = {t.device for t in [*bare.parameters(), *bare.buffers()] if t.device.type == "cuda"}
     with torch.random.fork_rng(devices=list(devices)), torch.enable_grad():
         probe = Probe(bare, example_input, dtype, seed)
-        grads = probe.gradients(probes)
         names = [n for n, p in probe.parameters.items() if p.requires_grad]
+        if not names:
+            raise ValueError("the model must have floating-point parameters to test, it has none")
+        grads = probe.gradients(probes)
         found = {n: one for (n,), one in _examine(probe, [(n,) for n in names], grads, tol).items()}
         bundles = []
         for prefix, module in probe.model.named_modules():

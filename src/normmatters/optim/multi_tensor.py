@@ -117,7 +117,7 @@ class ChannelTurner:
         layouts = [[*map(read, chain(*lists))] for read in (Tensor.stride, Tensor.get_device, _DTYPE)]
         known = (layouts, [*map(_SHAPE, weights)], dim, momentum is not None and (momentum.nesterov,))
         if known != self._known:
-            self._plan(*lists, dim, momentum)
+            self._plan(*lists, norms, dim, momentum)
             self._known = known
         if self._plain:
             ws, ds, gs = ([xs[i] for i in self._plain] for xs in lists)
@@ -135,13 +135,17 @@ class ChannelTurner:
         weights: list[Tensor],
         directions: list[Tensor],
         grads: list[Tensor],
+        norms: list[Tensor],
         dim: int | None,
         momentum: Momentum | None,
     ) -> None:
         by_device: dict[torch.device, list[int]] = {}
         self._plain = []
         for i, weight in enumerate(weights):
-            if dim == 0 and _is_rows(weight, torch.float32) and _one_layout(weight, directions[i], grads[i]):
+            # The kernel has nothing but addresses: numbers of another dtype or device must not be there.
+            others = (directions[i], grads[i], norms[i])
+            together = norms[i].dtype == torch.float32 and all(x.device == weight.device for x in others)
+            if dim == 0 and together and _is_rows(weight, torch.float32) and _one_layout(weight, *others[:2]):
                 by_device.setdefault(weight.device, []).append(i)
             else:
                 self._plain.append(i)

@@ -113,6 +113,11 @@ class NormSchedule(LRScheduler):
         if epoch is not None:
             raise ValueError("NormSchedule cannot jump to an epoch: the norms follow from those before")
         initial = self.last_epoch == -1
+        if len(self.optimizer.param_groups) != len(self.base_lrs):
+            raise ValueError(
+                f"the optimizer has {len(self.optimizer.param_groups)} parameter groups, and had {len(self.base_lrs)} "
+                "when NormSchedule was built: add parameter groups before"
+            )
         factors = self._source.advance(initial)
         self._rescale(factors)
         self._factors = factors
@@ -175,6 +180,13 @@ def _check_unmixed(channels: Channels, groups: list[int], optimizer: Optimizer) 
             raise ValueError(
                 f'{name!r} shares parameter group {index} with weights that are not scheduled: others="scheduled" '
                 'needs them apart (see split_parameters); others="constant" leaves their learning rate alone'
+            )
+    kept = [optimizer.param_groups[index]["lr"] for index in groups]
+    for index, group in enumerate(optimizer.param_groups):
+        if index not in groups and isinstance(group["lr"], Tensor) and any(group["lr"] is lr for lr in kept):
+            raise ValueError(
+                f"parameter group {index} shares its learning rate's tensor with scheduled weights, whose learning "
+                "rate is to stay: give each group an lr tensor of its own"
             )
 
 

@@ -137,14 +137,17 @@ def _weight_decay_free(recipe: Recipe, bound: float) -> Row:
     x, mu = recipe.lr * recipe.weight_decay, recipe.momentum
     if x > bound:
         return Row(name, "none", f"lr · weight decay is above (1−√μ)² = {bound:.4g}: momentum overshoots zero")
-    # The fixed point of κ (see weight_decay_free): s solves s² − (1+μ−ηλ)s + μ = 0, and α grows by 1/s a step.
-    b = 1 + mu - x
-    s = (b + math.sqrt(max(b * b - 4 * mu, 0.0))) / 2
-    growth = s**-2
+    if x == 1:
+        return Row(name, "none", "lr · weight decay is 1: nothing is left of the weights")
+    # The fixed point of κ (see weight_decay_free): s solves s² − (1+μ−ηλ)s + μ = 0, and α grows by 1/s a step. For
+    # r = 1 − s that is r² − (1−μ+ηλ)r + ηλ = 0, in which no ηλ is too small to count.
+    c = 1 - mu + x
+    r = 2 * x / (c + math.sqrt(max(c * c - 4 * x, 0.0)))
+    growth = -2 * math.log1p(-r)
     return Row(
         name,
-        f"× {growth:.6g} a step",
-        f"WeightDecayFreeSGD, exact: lr doubles every {math.log(2) / math.log(growth):.4g} steps",
+        f"× {math.exp(growth):.6g} a step",
+        f"WeightDecayFreeSGD, exact: lr doubles every {math.log(2) / growth:.4g} steps",
     )
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from normmatters.optim._common import is_capturing
 from normmatters.optim._rows import Channels, Named, TestedChannels, resolve
 from normmatters.optim.multi_tensor import ChannelMeter
 from normmatters.optim.recording import Recording, layout_signature
@@ -56,8 +57,6 @@ class _History:
 
     def load(self, rows: Tensor) -> None:
         if self.capacity is not None:
-            if len(rows) > self.capacity:
-                raise ValueError(f"the state has {len(rows)} rows, capacity={self.capacity} was reserved")
             self._chunk[: len(rows)].copy_(rows)
             self._next.fill_(len(rows))
             return
@@ -72,7 +71,8 @@ class NormRecorder:
 
     Everything stays on the device and waits for nothing. On a GPU one launch measures all weights and one copy keeps
     the result; elsewhere it is one norm a weight (two with angles). Given an optimizer it records by itself after each
-    `optimizer.step()`; a step that AMP's `GradScaler` skips is no step and is not recorded.
+    `optimizer.step()`; a step that AMP's `GradScaler` skips is no step and is not recorded (for this, and this alone, a
+    fused optimizer's steps under `GradScaler` are waited for).
 
     Args:
         weights: the result of `scale_invariant_parameters`, a module (all weights of two or more dimensions), a mapping
@@ -119,12 +119,9 @@ class NormRecorder:
         self._used_groups = sorted(set(self._group_of))
         self._handles = []
         self.reset()
-        if optimizer is None:
-            self._record()
-        else:
-            # Row 0 is taken at the first step, not here: weights may still be loaded or moved in between.
+        if optimizer is not None:
             self._handles.append(optimizer.register_step_pre_hook(lambda *_: self._start()))
-            self._handles.append(optimizer.register_step_post_hook(lambda *_: self.step()))
+            self._handles.append(optimizer.register_step_post_hook(lambda *_: self._stepped()))
 
     def reset(self) -> None:
         """Forget all rows and begin again at step 0."""
@@ -135,6 +132,9 @@ class NormRecorder:
         self._setting = torch.zeros(2 * len(self._used_groups), dtype=torch.float64, device=channels.device)
         self._written: list[float] | None = None
         self._steps, self._row_steps, self._epoch_ends = 0, list[int](), list[int]()
+        # With an optimizer row 0 is taken at the first step: weights may still be loaded or moved in between.
+        if self._optimizer is None:
+            self._record()
 
     def remove(self) -> None:
         """Detach from the optimizer; the rows stay."""
@@ -166,6 +166,13 @@ class NormRecorder:
     def _start(self) -> None:
         if not self._row_steps:
             self._record()
+
+    def _stepped(self) -> None:
+        # GradScaler calls a fused optimizer even for a step to skip, and tells it by this attribute; whether it is one
+        # must be asked of the device.
+        found_inf = getattr(self._optimizer, "found_inf", None)
+        if found_inf is None or is_capturing() or not found_inf.item():
+            self.step()
 
     @torch.no_grad()
     def _record(self) -> None:
@@ -242,6 +249,8 @@ class NormRecorder:
             raise ValueError(
                 f"the state has {state['settings'].shape[1] // 2} parameter groups, here are {len(self._setting) // 2}"
             )
+        if self._capacity is not None and len(state["rows"]) > self._capacity:
+            raise ValueError(f"the state has {len(state['rows'])} rows, capacity={self._capacity} was reserved")
         self.reset()
         self._rows.load(state["rows"])
         self._settings.load(state["settings"])

@@ -12,8 +12,10 @@ so all that weight decay does to u besides plain SGD is the factor s. Carry it i
 
     V_{t+1} = μV_t + ∇L(w_t),        w_{t+1} = w_t − η_t α_t α_{t+1} V_{t+1}.
 
-Nothing divides by a learning rate, so warm-up may start at η = 0, and μ may change from step to step. For Nesterov's
-form s = 1 − η(λ + μk), V_{t+1} = (1−ηλ)μV_t + (1+ημκ_t)∇L(w_t), and the weights move by
+Nothing divides by a learning rate, so warm-up may start at η = 0, and μ may change from step to step. At μ = 0 PyTorch
+leaves its buffer as it is; split along the new weights that is κ_{t+1} = κ_t/s and V_{t+1} = sV_t + η_t κ_t ∇L(w_t).
+
+For Nesterov's form s = 1 − η(λ + μk), V_{t+1} = (1−ηλ)μV_t + (1+ημκ_t)∇L(w_t), and the weights move by
 −η α_t α_{t+1} ((1+μ)∇L(w_t) + μ²V_t). With constant η, λ, μ the recursion of κ has a fixed point, and s stays positive,
 if and only if ηλ ≤ (1−√μ)² (Nesterov: ((1−μ)/(1+μ))²); beyond it α changes its sign and αu is no rescaling of u.
 """
@@ -46,10 +48,9 @@ def next_alpha_kappa(
     alpha: Scalar, kappa: Scalar, lr: float | Tensor, weight_decay: float, momentum: float, nesterov: bool = False
 ) -> tuple[Scalar, Scalar]:
     """One step of the recursion: (α_t, κ_t) → (α_{t+1}, κ_{t+1}); start at (1, 0). Numbers or 0-dim tensors."""
-    k = momentum * kappa + weight_decay
+    k = momentum * kappa + weight_decay if momentum != 0 else weight_decay
     s = 1 - lr * (weight_decay + momentum * k if nesterov else k)
-    # Without momentum SGD keeps no buffer, so there is nothing along w in it either.
-    return alpha / s, k / s if momentum != 0 else 0 * kappa  # type: ignore[return-value]
+    return alpha / s, (k if momentum != 0 else kappa) / s  # type: ignore[return-value]
 
 
 class WeightDecayFreeSGD(WeightDecayFree):
@@ -133,13 +134,16 @@ class WeightDecayFreeSGD(WeightDecayFree):
         if not group["weight_decay_free"]:
             return
         bound = largest_decay(momentum, group["nesterov"])
-        if host_known(lr) and host_value(lr) * weight_decay > bound:
+        decay = host_value(lr) * weight_decay if host_known(lr) else 0.0
+        if decay > bound:
             formula = "((1-momentum)/(1+momentum))^2" if group["nesterov"] else "(1-sqrt(momentum))^2"
             raise ValueError(
-                f"group {index}: lr * weight_decay = {host_value(lr) * weight_decay:g} is more than {formula} = "
-                f"{bound:g}. There the decay's own momentum overshoots zero: the scale alpha between the two runs "
-                "would turn negative, and a negated weight is not the same function. Lower lr, weight_decay or momentum"
+                f"group {index}: lr * weight_decay = {decay:g} is more than {formula} = {bound:g}. There the decay's "
+                "own momentum overshoots zero: the scale alpha between the two runs would turn negative, and a negated "
+                "weight is not the same function. Lower lr, weight_decay or momentum"
             )
+        if decay == 1:
+            raise ValueError(f"group {index}: lr * weight_decay must be below 1, got 1: nothing is left of the weights")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -164,8 +168,8 @@ class WeightDecayFreeSGD(WeightDecayFree):
                 pending = 1 / factor
             elif factor != 1:
                 _scale_(cohort.params, factor)
-                if group["momentum"] != 0:
-                    _scale_(cohort.momentum_buffers(), 1 / factor)
+                if kept := [state["momentum_buffer"] for state in cohort.states if "momentum_buffer" in state]:
+                    _scale_(kept, 1 / factor)
             self._store(group, cohort, (new_alpha * factor, new_kappa, pending))
         return loss
 
@@ -188,6 +192,10 @@ class WeightDecayFreeSGD(WeightDecayFree):
         params, grads, (state, *_) = cohort
         step_size = lr * state["alpha"] * new_alpha
         momentum, pending, sign = group["momentum"], state["pending"], -1.0 if group["maximize"] else 1.0
+        if momentum == 0 and (kept := [i for i, one in enumerate(cohort.states) if "momentum_buffer" in one]):
+            buffers = [cohort.states[i]["momentum_buffer"] for i in kept]
+            _scale_(buffers, pending * state["alpha"] / new_alpha)
+            _add_(buffers, [grads[i] for i in kept], sign * lr * state["kappa"])
         if not group["nesterov"] and not group["capturable"] and cohort.takes_fused(group):
             if momentum != 0 and pending != 1:  # left by a run on the device, where it waits for the next step
                 _scale_(cohort.momentum_buffers(), pending)

@@ -101,8 +101,8 @@ class WeightDecayFreeAdamW(WeightDecayFree):
             self._adamw(group, found, group["lr"], group["weight_decay"])
         for group, cohort in cohorts:
             params, grads, (state, *_) = cohort
-            lr = group["lr"] if group["capturable"] else host_value(group["lr"])
-            alpha = state["alpha"]
+            lr = group["lr"].double() if isinstance(group["lr"], Tensor) else group["lr"]  # in float32 1 − ηλ is rough
+            lr, alpha = lr if group["capturable"] else host_value(lr), state["alpha"]
             new_alpha = alpha / (1 - lr * group["weight_decay"])
             scale, step_size = alpha, lr * new_alpha
             if group["capturable"]:
