@@ -94,6 +94,7 @@ def _traced() -> bool:
         torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
         or torch.autograd.forward_ad._current_level >= 0
+        or torch.jit.is_tracing()  # type: ignore[attr-defined]
     )
 
 
