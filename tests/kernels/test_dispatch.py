@@ -203,6 +203,19 @@ def test_tensors_without_memory_take_the_equation():
     torch.testing.assert_close(y.inner, lp_layer_norm(X, [4], eps=EPS))
 
 
+def test_a_parameter_without_memory_is_refused():
+    """A shard whose layer was not called by its hooks: a kernel would read at the address 0."""
+    weight = Wrapped(torch.ones(3, device=DEVICE))
+    mean = torch.zeros(3, device=DEVICE)
+    with pytest.raises(TypeError, match="the input is a plain Tensor, so all others must be, got a Wrapped"):
+        dispatch.batch_norm(X, mean, None, weight, None, True, 0.1, EPS)
+    with pytest.raises(TypeError, match="got a Wrapped"):
+        dispatch.pooled_batch_norm(X[..., None], mean, None, None, weight, True, 0.1, EPS, act="relu")
+    with pytest.raises(TypeError, match="got a Wrapped"):
+        dispatch.layer_norm(X, [4], None, Wrapped(torch.ones(4, device=DEVICE)), EPS)
+    assert (mean == 0).all()
+
+
 # What falls back is right all the same -------------------------------------------------------------------------------
 
 
