@@ -217,3 +217,22 @@ def test_compiling_warns_of_nothing(monkeypatch):
             torch.compile(model, backend="aot_eager", fullgraph=True)(x).sum().backward()
     told += [str(w.message) for w in caught if "triton" not in w.filename and "numpy" not in w.filename]
     assert not [message for message in told if "lru_cache" in message or "normmatters" in message]
+
+
+@pytest.mark.parametrize("norm", [L1BatchNorm2d(3, track_running_stats=False), L1LayerNorm(5)], ids=["batch", "layer"])
+@pytest.mark.parametrize(
+    "transformed",
+    [
+        lambda f: torch.func.vmap(f),
+        lambda f: torch.func.grad(lambda x: f(x[0]).square().sum()),
+        lambda f: lambda x: torch.func.jvp(f, (x[0],), (x[1],))[1],
+    ],
+    ids=["vmap", "grad", "jvp"],
+)
+def test_transforms_inside_a_compiled_function(norm, transformed):
+    """They need the plain equation there, as they do in eager mode: the operators know none of them."""
+    norm = copy.deepcopy(norm).to(DEVICE)
+    x = made((2, *SHAPE))
+    function = transformed(lambda x: norm(x))
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    assert torch.allclose(compiled(x), function(x), atol=1e-6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import math
 import os
@@ -21,6 +22,8 @@ from normmatters import precision
 from normmatters.functional import lp_batch_norm, lp_layer_norm
 from normmatters.kernels import backends, dispatch
 from normmatters.kernels.triton import batch_norm_statistics as kernels
+from normmatters.kernels.triton import layout
+from normmatters.nn import L1BatchNorm1d, L1LayerNorm, L1RMSNorm
 
 X = torch.randn(6, 3, 4, device=DEVICE)
 
@@ -60,11 +63,55 @@ def test_too_many_groups(monkeypatch):
     assert dispatch.batch_norm_backend(X, p=1).name == "triton"  # has none
 
 
+@pytest.mark.parametrize("p", [1, 2, "mean", "range"])
+def test_more_than_32_bits_count(p):
+    """A volume of 512³ and 32 channels has 2³² columns, where a kernel's numbers would turn negative."""
+    one = torch.zeros(1, device=X.device)
+    volume = dispatch.batch_norm_backend(one.expand(1, 32, 512, 512, 512), p=p)
+    assert volume.name == "hand-derived"
+    assert "values an image that is not channels last, not 4294967296" in volume.reason
+    channel = dispatch.batch_norm_backend(one.expand(2**31, 2), p=p)
+    assert channel.name == "hand-derived"
+    assert "values a channel, not 2147483648" in channel.reason
+    assert dispatch.batch_norm_backend(one.expand(2**28, 16), p=1).name == "triton"
+
+
+def test_a_channels_last_image_has_few_columns(monkeypatch):
+    monkeypatch.setattr(layout, "MAX_COLS", 7)
+    x = torch.empty(2, 4, 3, 3, device=X.device)
+    assert "at most 7 values an image" in backends._why_too_large(x)
+    assert backends._why_too_large(x.to(memory_format=torch.channels_last)) == ""
+
+
+@pytest.mark.parametrize(("p", "k"), [("range", None), (math.inf, None), (math.inf, 3)])
+def test_the_groups_of_an_input_that_is_copied_are_those_of_the_copy(p, k):
+    whole = torch.empty(1, 2, 130, 130, device=X.device)
+    cropped, padded = whole[..., 1:, 1:], whole[..., :128]  # 129², which no group divides, and 130·128
+    for input in (cropped, padded, whole, whole.to(memory_format=torch.channels_last)):
+        copied = input if input.is_contiguous(memory_format=torch.channels_last) else input.contiguous()
+        assert dispatch.batch_norm_backend(input, p=p, k=k) == dispatch.batch_norm_backend(copied, p=p, k=k)
+    assert dispatch.batch_norm_backend(cropped, p=p, k=k).name == "hand-derived"
+    assert dispatch.batch_norm_backend(padded, p=p, k=k).name == "triton"
+
+
 def test_a_cpu_tensor_is_not_interpreted_unless_asked(monkeypatch):
     monkeypatch.setattr(backends, "INTERPRETED", False)
     backend = dispatch.batch_norm_backend(X.cpu())
     assert backend == ("hand-derived", "the input is on cpu, and the kernels run on CUDA devices")
     assert dispatch.layer_norm_backend(X.cpu(), (4,)) == ("plain", backend.reason)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")  # torch.jit's own
+@pytest.mark.parametrize("interpreted", [True, False], ids=["kernels", "equations"])
+@pytest.mark.parametrize("norm", [L1BatchNorm1d(3), L1LayerNorm(4), L1RMSNorm(4)], ids=["batch", "layer", "rms"])
+def test_a_traced_norm_is_saved_and_runs_without_this_library(norm, interpreted, monkeypatch):
+    if not interpreted:
+        monkeypatch.setattr(backends, "INTERPRETED", False)
+    norm = norm.to(DEVICE)
+    file = io.BytesIO()
+    torch.jit.save(torch.jit.trace(norm, X, check_trace=False), file)
+    file.seek(0)
+    assert torch.allclose(torch.jit.load(file)(2 * X), norm(2 * X), atol=1e-5)
 
 
 def test_another_arithmetic_goes_before_everything():
@@ -154,6 +201,19 @@ def test_tensors_without_memory_take_the_equation():
     torch.testing.assert_close(y.inner, lp_batch_norm(X, training=True, eps=EPS))
     y = dispatch.layer_norm(Wrapped(X), [4], None, None, EPS)
     torch.testing.assert_close(y.inner, lp_layer_norm(X, [4], eps=EPS))
+
+
+def test_a_parameter_without_memory_is_refused():
+    """A shard whose layer was not called by its hooks: a kernel would read at the address 0."""
+    weight = Wrapped(torch.ones(3, device=DEVICE))
+    mean = torch.zeros(3, device=DEVICE)
+    with pytest.raises(TypeError, match="the input is a plain Tensor, so all others must be, got a Wrapped"):
+        dispatch.batch_norm(X, mean, None, weight, None, True, 0.1, EPS)
+    with pytest.raises(TypeError, match="got a Wrapped"):
+        dispatch.pooled_batch_norm(X[..., None], mean, None, None, weight, True, 0.1, EPS, act="relu")
+    with pytest.raises(TypeError, match="got a Wrapped"):
+        dispatch.layer_norm(X, [4], None, Wrapped(torch.ones(4, device=DEVICE)), EPS)
+    assert (mean == 0).all()
 
 
 # What falls back is right all the same -------------------------------------------------------------------------------

@@ -91,6 +91,17 @@ def test_a_pointer_that_is_not_aligned_goes_another_way_and_changes_nothing():
     assert kernel.ways == ["Triton", "Triton", "C", "Triton", "Triton", "C"]
 
 
+def test_a_whole_number_is_compiled_as_any_other():
+    """A momentum of 1 or an eps of 0 may come as integers. Compiled as such, the kernel would not take the next one."""
+    kernel = Kernel()
+    launch = launch_of(kernel)
+    x = torch.zeros(64)
+    launch((x,), (1, 0))
+    ((_, seen),) = kernel.calls
+    assert [type(number) for number in seen[1:]] == [int, int, float, float]
+    assert seen[1:] == (10, 20, 1.0, 0.0)
+
+
 @pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
 @pytest.mark.parametrize("replaced", [False, True])
 def test_while_somebody_listens_triton_launches(name, replaced, monkeypatch):

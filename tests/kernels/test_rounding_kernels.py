@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytest.importorskip("triton")
 
@@ -284,3 +285,11 @@ def test_cpu_and_gpu_agree() -> None:
     for dtype in ROUNDED:
         for operation in OPERATIONS:
             same_bits(operation(x.cuda(), x.cuda()[:, :1], dtype).cpu(), operation(x, x[:, :1], dtype))
+
+
+def test_a_dispatch_mode_sees_operations_that_it_knows(launched):
+    """The kernels have no operators: a mode of tensors without memory could not follow them."""
+    mode, norm = FakeTensorMode(allow_non_fake_inputs=True), LpBatchNorm2d(3, device=DEVICE)
+    with mode, precision.arithmetic("fp16"):
+        assert norm(mode.from_tensor(torch.randn(4, 3, 2, 2, device=DEVICE))).shape == (4, 3, 2, 2)
+    assert launched == []

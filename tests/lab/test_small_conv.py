@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -87,8 +90,54 @@ def test_only_what_fits() -> None:
         assert "Conv3x3" not in type(layer(x).grad_fn).__name__
     large = torch.empty(129, 16, 32, 32, device=DEVICE, dtype=torch.float16, memory_format=torch.channels_last)
     assert "Conv3x3" not in type(conv(16, 16, 3).half().to(DEVICE)(large).grad_fn).__name__
-    with torch.autocast(DEVICE, torch.bfloat16):  # the input is in another half
-        assert "Conv3x3" not in type(layer(made(2, 16, 4, 4).requires_grad_()).grad_fn).__name__
+    with torch.autocast(DEVICE, torch.bfloat16):  # the input is in another half, and maybe the weight
+        for other in (layer, conv(16, 16, 3).half().to(DEVICE)):
+            assert other(made(2, 16, 4, 4)).dtype == torch.bfloat16
+
+
+def test_what_does_not_fit_is_left_to_pytorch() -> None:
+    layer = conv(16, 16, 3).half().to(DEVICE)
+    with pytest.raises(RuntimeError, match=r"expected input.* to have 16 channels"):
+        layer(made(2, 32, 4, 4))
+    # And no kernel gets an address of another device.
+    assert "Conv3x3" not in type(layer.to("meta")(made(2, 16, 4, 4)).grad_fn).__name__
+
+
+def test_a_bias_that_came_later_counts() -> None:
+    """Folding a norm into its convolution gives it one."""
+    layer, x = conv(16, 16, 3).half().to(DEVICE), made(2, 16, 4, 4)
+    before = layer(x)
+    layer.bias = nn.Parameter(torch.full((16,), 8.0, dtype=torch.float16, device=DEVICE))
+    close(layer(x).detach(), before.detach().double() + 8, 9 * 16)
+
+
+def test_saved_tensors_that_come_back_in_another_layout() -> None:
+    """As `save_on_cpu(pin_memory=True)` gives them."""
+    layer, x = conv(16, 16, 3).half().to(DEVICE), made(2, 16, 4, 4)
+    found = []
+    for pack in (lambda t: t, lambda t: t.contiguous()):
+        mine = x.detach().requires_grad_()
+        layer.weight.grad = None
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            y = layer(mine)
+        y.square().sum().backward()
+        found.append((mine.grad, layer.weight.grad))
+    for ours, expected in zip(found[1], found[0]):
+        assert torch.equal(ours, expected)
+
+
+def test_the_kernels_run_on_the_inputs_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered = []
+
+    @contextlib.contextmanager
+    def on_device(device: torch.device) -> Iterator[None]:
+        entered.append(device)
+        yield
+
+    monkeypatch.setattr("normmatters.lab.models.conv.on_device", on_device)
+    x = made(2, 16, 4, 4)
+    conv(16, 16, 3).half().to(DEVICE)(x)
+    assert entered == [x.device]
 
 
 def test_under_autocast_and_all_at_once() -> None:

@@ -93,8 +93,12 @@ def plain_only() -> bool:
     return (
         torch._C._are_functorch_transforms_active()
         or torch.autograd.forward_ad._current_level >= 0
-        or torch.jit.is_tracing()  # type: ignore[attr-defined]
+        or torch._C._is_tracing()
     )
+
+
+# The compiler is in the same transforms while it traces, and guards them.
+plain_only._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _torch_computes(

@@ -67,7 +67,7 @@ def why_not_triton(input: Tensor) -> str:
     # The flag itself: up to torch 2.11, `is_exporting()` is also true inside torch.compile (pytorch/pytorch#176347).
     if getattr(torch.compiler, "_is_exporting_flag", False):
         return "exported programs are to run without this library"
-    if not torch.compiler.is_compiling() and plain_only():
+    if plain_only():
         return "torch.func transforms, forward-mode differentiation and torch.jit.trace need the plain equation"
     return ""
 
@@ -106,18 +106,35 @@ def chosen_for_batch_norm(
 
 
 def _why_not_batch_norm_kernel(input: Tensor, kind: str, k: int | None) -> str:
+    if input.numel() > 2**29 and input.dim() >= 2:
+        reason = _why_too_large(input)
+        if reason:
+            return reason
     if kind in ("l1", "l2", "mean"):
         return ""
     from normmatters.kernels.triton import batch_norm_statistics as kernels
+    from normmatters.kernels.triton.layout import memory_format
 
     if kind == "lp":
         return "there are kernels for p = 1, 2, inf, Top(k), range and mean-only, not for a general p"
     if kind == "topk" and k is not None and k > kernels.MAX_K:
         return f"the Top(k) kernel takes k <= {kernels.MAX_K}, got k={k}"
     if input.dim() >= 2:
-        groups = _groups(tuple(map(int, input.shape)), input.is_contiguous(), input.element_size(), k or 1)
+        contiguous = memory_format(input) is torch.contiguous_format  # or will be, by a copy
+        groups = _groups(tuple(map(int, input.shape)), contiguous, input.element_size(), k or 1)
         if groups > kernels.MAX_GROUPS:
             return f"{groups} groups a channel are more than the {kernels.MAX_GROUPS} that the selection kernel holds"
+    return ""
+
+
+def _why_too_large(input: Tensor) -> str:
+    from normmatters.kernels.triton.layout import MAX_COLS, MAX_ROWS, memory_format
+
+    channel, image = input.numel() // input.shape[1], input.numel() // input.shape[0]
+    if channel > MAX_ROWS:
+        return f"the kernels take at most {MAX_ROWS} values a channel, not {channel}"
+    if image > MAX_COLS and memory_format(input) is torch.contiguous_format:
+        return f"the kernels take at most {MAX_COLS} values an image that is not channels last, not {image}"
     return ""
 
 

@@ -7,8 +7,9 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from normmatters import functional, precision
 from normmatters.functional import hand_derived
@@ -43,12 +44,19 @@ def _constant(p: float | str, n: int, k: int | None, constant: str | float) -> f
     return (scale_constant if torch.compiler.is_compiling() else _cached_constant)(p, n, k, constant)
 
 
+_PLAIN = (Tensor, nn.Parameter)
+
+
 def _check_devices(input: Tensor, *others: Tensor | None) -> None:
-    """A kernel that is handed memory of another device spoils the GPU for the whole process: say so before."""
+    """A kernel that is handed another device's memory, or none, spoils the GPU for the whole process: say so before."""
     device = input.device
     for other in others:
-        if other is not None and other.device != device:
+        if other is None:
+            continue
+        if other.device != device:
             raise ValueError(f"all tensors must be on the input's device {device}, got one on {other.device}")
+        if type(other) not in _PLAIN and is_traceable_wrapper_subclass(other):
+            raise TypeError(f"the input is a plain Tensor, so all others must be, got a {type(other).__name__}")
 
 
 def _who_counts(num_batches_tracked: Tensor | None, input: Tensor) -> tuple[Tensor | None, Tensor | None]:

@@ -85,6 +85,8 @@ class Launch:
         options = self.options
         if self.overlaps:
             options = {**options, "OVERLAP": can_overlap(device), "launch_pdl": can_overlap(device)}
+        # As floats: for a momentum of 1, without a point, Triton would compile a kernel that knows no other.
+        numbers = tuple(map(float, numbers))
         compiled = self.kernel[self.grid](*tensors, *self.integers, *numbers, **self.constants, **options)
         if compiled is not None and not any(t.data_ptr() & 15 for t in tensors):  # the interpreter gives nothing back
             self._compiled[device] = _launcher(compiled)

@@ -28,6 +28,10 @@ ROWS_PER_CODE = 4
 _WAVE = 528
 
 
+#: Rows and columns, and of each column up to five partial sums, are counted in 32 bits.
+MAX_ROWS, MAX_COLS = 2**30, 2**29
+
+
 class View(NamedTuple):
     """A tensor as the kernels see it."""
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from normmatters.kernels import backends
+from normmatters.kernels.library import on_device
 
 _CHANNELS = (16, 32, 64)
 _LARGEST = 1 << 21  # elements of an input: a CIFAR network's first stage at 128 images. A library's kernels like more.
@@ -29,31 +30,33 @@ class SmallConv2d(nn.Conv2d):
 
     def forward(self, input: Tensor) -> Tensor:
         weight = self.weight
-        if _why_not(input) or not _half(input, weight):
+        if self.bias is not None or _why_not(input, weight) or not _half(input, weight):  # folding brings a bias
             return super().forward(input)
-        output: Tensor = _Conv3x3.apply(input, weight.to(input.dtype))
+        with on_device(input.device):
+            output: Tensor = _Conv3x3.apply(input, weight.to(input.dtype))
         return output
 
 
-def _why_not(x: Tensor) -> bool:
-    # Where batch norm's kernels do not run, these do not either.
+def _why_not(x: Tensor, weight: Tensor) -> bool:
+    # Where batch norm's kernels do not run, these do not either; and what does not fit, PyTorch refuses.
     return (
         x.numel() > _LARGEST
         or bool(backends.why_not_triton(x))
         or torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
         or not x.is_contiguous(memory_format=torch.channels_last)
+        or x.shape[1] != weight.shape[1]
+        or x.device != weight.device
     )
 
 
 def _half(x: Tensor, weight: Tensor) -> bool:
-    """Whether autocast would do this convolution in the input's dtype, or both are in it already."""
+    """Whether autocast would do this convolution in the input's dtype, or without it both are in it already."""
     if x.dtype not in (torch.float16, torch.bfloat16):
         return False
     device = x.device.type
-    return weight.dtype == x.dtype or (
-        torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == x.dtype
-    )
+    chosen = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+    return chosen == x.dtype
 
 
 class _Conv3x3(torch.autograd.Function):
@@ -70,8 +73,8 @@ class _Conv3x3(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None]:  # type: ignore[override]
         from normmatters.lab.models import conv_kernels as kernels
 
-        x, weight = ctx.saved_tensors
-        g = g.contiguous(memory_format=torch.channels_last)
+        # What was saved, too: hooks such as `save_on_cpu(pin_memory=True)` give it back with other strides.
+        x, weight, g = (t.contiguous(memory_format=torch.channels_last) for t in (*ctx.saved_tensors, g))
         for_x, for_weight = ctx.needs_input_grad
         return (
             kernels.input_gradient(g, x, weight) if for_x else None,
