@@ -17,6 +17,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, fx, nn
 
+from normmatters.convert.parts import has_hooks
 from normmatters.nn import twin
 from normmatters.nn.batchnorm_base import _LpBatchNorm
 
@@ -272,13 +273,6 @@ def with_links(graph: fx.Graph) -> tuple[fx.Graph | None, bool]:
     linked.erase_node(end)
     linked.output(pair)
     return linked, takes_link
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Whether someone watches the module's inputs, outputs or gradients."""
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
 
 
 class LinkedSequential(nn.Sequential):

@@ -26,10 +26,14 @@ class Untraceable(Exception):
 
 @dataclass(frozen=True)
 class Trace:
-    """The graph of a block's forward, and the plain attributes of the block that it read on the way."""
+    """The graph of a block's forward, the plain attributes of the block that it read on the way, and what it calls.
+
+    ``called`` are the modules that the block itself calls; what those call, if traced through, is not among them.
+    """
 
     graph: fx.Graph
     guards: dict[str, Any]
+    called: list[nn.Module]
 
 
 def trace_block(block: nn.Module, training: bool, inline: set[nn.Module]) -> Trace:
@@ -39,8 +43,9 @@ def trace_block(block: nn.Module, training: bool, inline: set[nn.Module]) -> Tra
     """
     _check_forward(block)
     with _mode(block, training), _unchanged(block), _no_random_numbers(), _recorded_reads(block) as reads:
+        tracer = _BlockTracer(inline)
         try:
-            graph = _BlockTracer(inline).trace(block)
+            graph = tracer.trace(block)
         except Untraceable:
             raise
         except Exception as error:  # whatever user code raises when it meets a symbolic value
@@ -48,7 +53,7 @@ def trace_block(block: nn.Module, training: bool, inline: set[nn.Module]) -> Tra
             raise Untraceable(first_line) from error
     for node in graph.nodes:
         node.type = None  # annotations are not needed to run, and may name what cannot be pickled
-    return Trace(graph, reads)
+    return Trace(graph, reads, tracer.called)
 
 
 def _check_forward(block: nn.Module) -> None:
@@ -91,9 +96,20 @@ class _BlockTracer(fx.Tracer):
         super().__init__()
         self.inline = inline
         self.modes = _modes()
+        self.called: list[nn.Module] = []
+        self.depth = 0
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return m not in self.inline
+
+    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self.depth == 0:
+            self.called.append(m)
+        self.depth += 1
+        try:
+            return super().call_module(m, forward, args, kwargs)
+        finally:
+            self.depth -= 1
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Value(node, self)
