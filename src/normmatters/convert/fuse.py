@@ -267,6 +267,10 @@ def _match(block: nn.Module, graph: fx.Graph, norm: nn.Module) -> _Match | str:
         if module is not None and is_identity(module):
             identities.append(user)
         elif user.args[:1] == (last,) and ((module is not None and is_relu(module)) or function in _RELUS):
+            method = call.meta["method"]
+            # forward alone is rewritten: relu(relu(x)) is harmless in another method, an add behind the ReLU is not.
+            if user.meta["method"] != method or (add is not None and method is not None):
+                return f"{type(block).__name__}.{method or user.meta['method']} may be called on its own"
             return _Match(call, tuple(identities), add, residual, user)
         elif add is None and function in _ADDS | _ADDS_IN_PLACE:
             operands = [operand for operand in user.args if operand is not last]

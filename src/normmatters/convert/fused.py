@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from normmatters.convert.parts import has_hooks
+from normmatters.convert.trace import Unannounced
 from normmatters.nn import twin
 from normmatters.nn.batchnorm_base import _LpBatchNorm
 
@@ -108,7 +109,7 @@ def _compile(source: str, names: dict[str, Any]) -> Any:
     return scope["forward"]
 
 
-class FusedBlock:
+class FusedBlock(Unannounced):
     """Mixin of every block whose ``forward`` was rewritten."""
 
     program: ClassVar[Program]
