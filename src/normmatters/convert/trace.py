@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-
 _HOOKS = vars(nn.Module()).keys() - {"_parameters", "_buffers", "_modules"}  # and more that no forward writes to
 
 
@@ -263,7 +262,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 class Unannounced:
-    """First base of a class made here: a user's ``__init_subclass__``, which may keep a register, hears nothing of it."""
+    """First base of a class made here: ``__init_subclass__`` of a user's, which may keep a register, hears nothing."""
 
     def __init_subclass__(cls, **_: Any) -> None:
         pass
