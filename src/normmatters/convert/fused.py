@@ -16,6 +16,7 @@ from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from normmatters.convert.parts import has_hooks
 from normmatters.convert.trace import Unannounced
@@ -176,11 +177,16 @@ def norm_add_relu(norm: Any, input: Tensor, residual: Tensor) -> Tensor:
     return torch.relu(output + residual)
 
 
+def watched(module: nn.Module) -> bool:
+    """Whether someone would miss the module's being called: a hook of its own, or one of all modules (a profiler's)."""
+    return has_hooks(module) or bool(_has_any_global_hook())
+
+
 def linked_norm_add_relu(
     norm: Any, input: Tensor, residual: Tensor, link: Tensor | None, wanted: bool
 ) -> tuple[Tensor, Tensor | None]:
     """:func:`norm_add_relu` and, if ``wanted``, the link to its output; ``link`` is the residual's."""
-    if residual.shape != input.shape or residual.dtype != input.dtype or has_hooks(norm):
+    if residual.shape != input.shape or residual.dtype != input.dtype or watched(norm):
         return norm_add_relu(norm, input, residual), None
     return norm.forward_linked(input, residual, link, wanted)  # type: ignore[no-any-return]
 
@@ -197,7 +203,7 @@ def until_norm(shortcut: nn.Module, input: Tensor) -> Pending:
     """
     modules = _in_a_row(shortcut)
     fresh = len(modules) > 1 and isinstance(modules[-2], (nn.modules.conv._ConvNd, nn.Linear))
-    if not (fresh and isinstance(modules[-1], _LpBatchNorm)) or has_hooks(modules[-1]):
+    if not (fresh and isinstance(modules[-1], _LpBatchNorm)) or watched(modules[-1]):
         return None, shortcut(input)
     for module in modules[:-1]:
         input = module(input)
@@ -206,7 +212,7 @@ def until_norm(shortcut: nn.Module, input: Tensor) -> Pending:
 
 def _in_a_row(module: nn.Module) -> list[Any]:
     """What a (nested) Sequential calls; the module itself where it is none, or is watched."""
-    if type(module) is not nn.Sequential or has_hooks(module) or "forward" in vars(module):
+    if type(module) is not nn.Sequential or watched(module) or "forward" in vars(module):
         return [module]
     return [module] if module._compiled_call_impl is not None else [m for inner in module for m in _in_a_row(inner)]
 
@@ -214,7 +220,7 @@ def _in_a_row(module: nn.Module) -> list[Any]:
 def norm_norm_add_relu(norm: Any, input: Tensor, pending: Pending) -> Tensor:
     """relu(norm(input) + shortcut), in one operation where the shortcut's norm fits; ``norm`` has ``act="relu"``."""
     other, value = pending
-    if not has_hooks(norm) and twin.fit(norm, input, other, value):
+    if not watched(norm) and twin.fit(norm, input, other, value):
         return twin.twin_batch_norm(norm, input, other, value)[0]
     return norm_add_relu(norm, input, value if other is None else other(value))
 
@@ -222,7 +228,7 @@ def norm_norm_add_relu(norm: Any, input: Tensor, pending: Pending) -> Tensor:
 def linked_norm_norm_add_relu(norm: Any, input: Tensor, pending: Pending, wanted: bool) -> tuple[Tensor, Tensor | None]:
     """:func:`norm_norm_add_relu` and, if ``wanted``, the link to its output."""
     other, value = pending
-    if not has_hooks(norm) and twin.fit(norm, input, other, value):
+    if not watched(norm) and twin.fit(norm, input, other, value):
         return twin.twin_batch_norm(norm, input, other, value, linked=wanted)
     return linked_norm_add_relu(norm, input, value if other is None else other(value), None, wanted)
 
@@ -303,7 +309,7 @@ def links(module: Any) -> bool:
         isinstance(module, FusedBlock)
         and bool(module.program.linked)
         and module.training  # type: ignore[attr-defined]
-        and not has_hooks(module)  # type: ignore[arg-type]
+        and not watched(module)  # type: ignore[arg-type]
         and module._compiled_call_impl is None  # type: ignore[attr-defined]
     )
 

@@ -6,6 +6,7 @@ import copy
 import difflib
 import logging
 import math
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -216,7 +217,7 @@ def _replacement(module: nn.Module, spec: NormSpec, layer_spec: NormSpec | None,
         if any(child.state_dict() for child in module.children()):
             return "its activation has a state, which would change its key"
         made = spec.batch_norm_act(module, memory)
-    elif isinstance(module, nn.modules.lazy.LazyModuleMixin) and isinstance(module, nn.modules.batchnorm._NormBase):
+    elif isinstance(module, nn.modules.lazy.LazyModuleMixin) and isinstance(module, nn.modules.batchnorm._BatchNorm):
         return "it is not initialised yet: run the model once first"
     elif isinstance(module, nn.modules.batchnorm._BatchNorm if layer_spec is None else _TORCH_NORMS):
         return f"{type(module).__name__} is a subclass: what it adds is not known"
@@ -243,7 +244,11 @@ def carry_over(old: nn.Module, new: nn.Module) -> None:
     Norms here hold what ``torch.nn``'s hold and the few attributes that say which norm it is, so that is all.
     """
     ours = {"p", "k", "constant", "act", "memory", "pool"}
-    vars(new).update({name: value for name, value in vars(old).items() if name not in ours | {"_modules"}})
+    bound = {"_modules", "_compiled_call_impl"}  # to the old one's class, and what compile() made of it
+    vars(new).update({name: value for name, value in vars(old).items() if name not in ours | bound})
+    for hook in new._load_state_dict_pre_hooks.values():
+        if getattr(hook, "with_module", False):
+            hook.module = weakref.ref(new)  # type: ignore[attr-defined]
 
 
 def replace_modules(model: nn.Module, new: dict[nn.Module, nn.Module]) -> nn.Module:
