@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 from blocks import Block
-from normmatters.convert import ConversionReport, convert
+from normmatters.convert import ConversionReport, convert, fold
 from normmatters.convert.fused import FusedBlock
 
 
@@ -133,3 +133,31 @@ class Entry(Registered, key="entry"):
 def test_a_register_of_subclasses_hears_nothing_of_the_conversion() -> None:
     assert isinstance(convert(Entry(), "l1"), FusedBlock)
     assert Registered.register == {"Entry": Entry}
+
+
+class Beside(Block):
+    """A block whose norm can be fused, with something beside it that can hardly be looked at."""
+
+    def __init__(self, beside: nn.Module) -> None:
+        super().__init__()
+        self.beside = beside
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.beside(F.relu(self.bn(self.conv(x)) + x))  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_scripted_and_lazy_modules_are_left_and_named() -> None:
+    scripted = torch.jit.script(nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)))
+    for beside, name, note in [
+        (scripted, "beside.1", "a scripted module cannot be changed"),
+        (nn.LazyBatchNorm2d(), "beside", "it is not initialised yet: run the model once first"),
+    ]:
+        model = nn.Sequential(Beside(beside))
+        report = ConversionReport()
+        convert(model, "l1", report=report)
+        assert [(change.name, change.fused) for change in report.converted] == [("0.bn", "add + relu")]
+        assert [(change.name, change.note) for change in report.skipped] == [(f"0.{name}", note)]
+        fold(model.eval(), report=(folded := ConversionReport()))
+        assert [change.name for change in folded.converted] == ["0.bn"]
+        assert model(torch.randn(2, 3, 4, 4)).shape == (2, 3, 4, 4)

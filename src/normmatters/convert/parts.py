@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from torch import fx, nn
 from torch.nn.modules.utils import _pair
@@ -22,7 +23,7 @@ def is_plain(module: nn.Module) -> bool:
 
 def is_sequential(module: nn.Module) -> bool:
     """Whether the module does exactly what ``nn.Sequential`` does, and unobserved."""
-    return type(module).forward is nn.Sequential.forward and is_plain(module)
+    return _forward(module) is nn.Sequential.forward and is_plain(module)
 
 
 def is_identity(module: nn.Module) -> bool:
@@ -44,8 +45,12 @@ def is_pool(module: nn.Module | None) -> bool:
     ]  # fmt: skip
 
 
+def _forward(module: nn.Module) -> Any:
+    return getattr(type(module), "forward", None)  # a scripted module's class has none
+
+
 def _is_container(module: nn.Module) -> bool:
-    return type(module).forward is nn.Module.forward  # ModuleList, ModuleDict: their owner calls what is in them
+    return _forward(module) is nn.Module.forward  # ModuleList, ModuleDict: their owner calls what is in them
 
 
 def blocks_of(model: nn.Module, norms: set[nn.Module]) -> Iterator[nn.Module]:

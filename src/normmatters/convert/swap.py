@@ -205,6 +205,9 @@ def _replacement(module: nn.Module, spec: NormSpec, layer_spec: NormSpec | None,
     """What takes the module's place; or why nothing does; or None for a module that is no norm."""
     if isinstance(module, (_LpBatchNorm, LpLayerNorm, L1RMSNorm)):
         return "it is one of normmatters already: go back with to_torch first"
+    if isinstance(module, torch.jit.ScriptModule):
+        scripted = module.original_name in {kind.__name__ for kind in TORCH_BATCH_NORMS}
+        return "a scripted module cannot be changed" if scripted else None
     kind = _qualified(module)
     first = is_channels_first(module)
     if layer_spec is not None and (type(module) is nn.LayerNorm or kind in _LAYER_NORMS or first):

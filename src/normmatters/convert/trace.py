@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.parameter import is_lazy
 
 _HOOKS = vars(nn.Module()).keys() - {"_parameters", "_buffers", "_modules"}  # and more that no forward writes to
 
@@ -186,7 +187,7 @@ def _unchanged(block: nn.Module) -> Iterator[None]:
         for name in vars(module).keys() - _HOOKS:
             containers += _containers(prefix + name, vars(module)[name], seen)
         for name, value in {**vars(module), **module._buffers}.items():
-            if isinstance(value, Tensor) and not value.is_inference():
+            if isinstance(value, Tensor) and not is_lazy(value) and not value.is_inference():
                 tensors.append((prefix + name, value, value._version, value.detach().clone()))
     changed: set[str] = set()
     try:
