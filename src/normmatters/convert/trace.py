@@ -128,9 +128,12 @@ class _BlockTracer(fx.Tracer):
 
     def values_are_kept(self) -> bool:
         """Whether someone holds a symbolic value after the trace."""
-        if all(value() is None for value in self.values):
-            return False
-        gc.collect()  # a function inside forward that calls itself holds what it uses until then
+        # Unpacking a value, or a function inside forward that calls itself, holds what it uses until it is collected:
+        # most likely with the young objects, which takes no time.
+        for generation in range(3):
+            if all(value() is None for value in self.values):
+                return False
+            gc.collect(generation)
         return any(value() is not None for value in self.values)
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
