@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 from models import assert_same_step
-from normmatters.convert import ConversionReport, convert, fold
+from normmatters.convert import ConversionReport, convert, fold, to_torch
+from normmatters.nn.sync import convert_sync_batchnorm
 
 
 def conv_norm() -> list[nn.Module]:
@@ -97,9 +98,23 @@ def with_another_forward(kind: type[nn.Module], *arguments: int) -> nn.Module:
     return nn.Sequential(*conv_norm(), *between, changed, nn.ReLU())
 
 
+class PlainList(nn.Module):
+    """Calls its norm and its pool out of lists that PyTorch knows nothing of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn = conv_norm()
+        self.relu, self.pool = nn.ReLU(), nn.MaxPool2d(3, 2, 1)
+        self.norms, self.pools = {"first": [self.bn]}, (self.pool,)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.pools[0](self.relu(self.norms["first"][0](self.conv(x))))  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize(
     ("make", "fused", "note"),
     [
+        (PlainList, "relu", ""),
         (PartAlone, "", "a part of its block is called alone"),
         (ReluOfSequential, "", "the ReLU behind it has other uses"),
         (PoolOfSequential, "relu", ""),
@@ -122,6 +137,20 @@ def test_fusion_leaves_parts_with_other_uses(make: Callable[[], nn.Module], fuse
     assert [(change.fused, change.note) for change in report.changes] == [(fused, note)]
     for training in (True, False):
         assert_same_step(model.train(training), plain.train(training))
+
+
+@pytest.mark.parametrize("go", [convert, fold, to_torch, convert_sync_batchnorm])
+def test_a_norm_in_a_plain_list_is_replaced_there_too(go: Callable[[nn.Module], nn.Module]) -> None:
+    torch.manual_seed(0)
+    model = PlainList().double() if go is convert else convert(PlainList().double(), "l1")
+    nn.init.normal_(model.bn.bias)  # type: ignore[arg-type]
+    nn.init.uniform_(model.bn.running_var, 2, 3)  # type: ignore[union-attr, arg-type]
+    x = torch.randn(4, 3, 5, 5, dtype=torch.float64)
+    expected = model.eval()(x)
+    old = model.bn
+    go(model)
+    assert model.norms["first"] == [model.bn] != [old]  # type: ignore[index, operator]
+    assert_close(model.train().eval()(x), expected)
 
 
 class Tied(nn.Module):

@@ -17,9 +17,9 @@ from normmatters.functional.batch_norm import TINY
 from normmatters.nn import batchnorm as bn
 from normmatters.nn.batchnorm_act import ThenAct
 from normmatters.nn.batchnorm_base import _LpBatchNorm
-from normmatters.nn.changed import changed
 from normmatters.nn.layernorm import L1RMSNorm, LpLayerNorm
 from normmatters.nn.layernorm2d import ChannelsFirst
+from normmatters.nn.replace import changed
 from normmatters.nn.sync import SyncLpBatchNorm
 from normmatters.weight_norm import BoundedWeight, ClassicWeight, remove_weight_norm
 
@@ -132,7 +132,7 @@ def to_torch(
     new: dict[nn.Module, nn.Module] = {}
     for name, module in model.named_modules():
         plain = _plain(module, module in unfused)
-        if getattr(module, "pool", None) is not None and not pools:
+        if isinstance(module, _LpBatchNorm) and module.pool is not None and not pools:
             plain = "it has taken over a max pool, whose place is not in this model"
         if plain is None:
             continue

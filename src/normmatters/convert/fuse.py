@@ -42,6 +42,7 @@ from normmatters.convert.parts import (
     slots_of,
 )
 from normmatters.convert.trace import Trace, Untraceable, trace_block
+from normmatters.nn.replace import held_beside
 
 _RELUS = {F.relu, F.relu_, torch.relu, torch.relu_, "relu", "relu_"}
 _ADDS = {operator.add, torch.add, "add"}
@@ -88,6 +89,7 @@ def plan_fusion(
     """Find what the given norms of ``model`` can take over; those of ``pooling`` also a max pool."""
     plan = FusionPlan()
     paths = Counter(module for _, module in model.named_modules(remove_duplicate=False))
+    paths.update(module for _, _, module in held_beside(model) if isinstance(module, nn.MaxPool2d))
     candidates = {norm for norm in norms if not has_hooks(norm)}
     plan.notes = {norm: "hooks see its output" for norm in norms if norm not in candidates}
     for block in blocks_of(model, set(norms)):

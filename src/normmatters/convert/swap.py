@@ -23,6 +23,7 @@ from normmatters.nn.batchnorm_act import LpBatchNormAct2d
 from normmatters.nn.batchnorm_base import _LpBatchNorm
 from normmatters.nn.layernorm import L1LayerNorm, L1RMSNorm, LpLayerNorm
 from normmatters.nn.layernorm2d import ChannelsFirst, L1LayerNorm2d, LpLayerNorm2d
+from normmatters.nn.replace import replace
 from normmatters.nn.sync import SyncLpBatchNorm
 
 _log = logging.getLogger(__name__)
@@ -255,14 +256,11 @@ def carry_over(old: nn.Module, new: nn.Module) -> None:
 
 
 def replace_modules(model: nn.Module, new: dict[nn.Module, nn.Module]) -> nn.Module:
-    """Put the new modules where the old ones are; one that is at several places stays one."""
-    for owner in list(model.modules()):
-        for name, child in owner._modules.items():
-            if child in new:
-                owner._modules[name] = new[child]
+    """:func:`~normmatters.nn.replace.replace`, for models that look into their norms."""
+    model = replace(model, new)
     for module in model.modules():
         _keep_from_fast_path(module)
-    return new.get(model, model)
+    return model
 
 
 def _keep_from_fast_path(module: nn.Module) -> None:

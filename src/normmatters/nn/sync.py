@@ -22,7 +22,7 @@ from normmatters.functional.statistic import Kind, compute_dtype, scale_constant
 from normmatters.kernels.dispatch import _count
 from normmatters.nn.batchnorm_act import ThenAct
 from normmatters.nn.batchnorm_base import _LpBatchNorm
-from normmatters.nn.changed import changed
+from normmatters.nn.replace import changed, replace
 
 
 class SyncLpBatchNorm(_LpBatchNorm):
@@ -165,11 +165,7 @@ def convert_sync_batchnorm(module: nn.Module, process_group: Any = None) -> nn.M
     new: dict[nn.Module, nn.Module] = {
         norm: _synchronized(norm, process_group) for name, norm in norms if name not in reasons
     }
-    for owner in [*module.modules(), *new.values()]:
-        for name, child in owner._modules.items():
-            if child in new:
-                owner._modules[name] = new[child]
-    return new.get(module, module)
+    return replace(module, new)
 
 
 def _synchronized(module: nn.Module, process_group: Any) -> nn.Module:
