@@ -300,6 +300,13 @@ def test_of_two_norms_before_an_add_the_left_takes_it() -> None:
     assert fusion_of(BothNorms(), "other") == ("", "it is the residual of another norm")
 
 
+def test_a_users_attribute_may_have_any_name() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.ReLU())
+    for module in model:
+        module.program = module.act = module.pool = "the user's"
+    assert fusion_of(model, "1") == ("relu", "")
+
+
 # --- After the conversion ---
 
 

@@ -318,6 +318,6 @@ def link_sequentials(model: nn.Module) -> None:
     """Make plain Sequentials that hold linking blocks behind one another hand links on."""
     for module in model.modules():
         if type(module) is nn.Sequential:
-            programs = [getattr(child, "program", None) for child in module]
+            programs = [child.program if isinstance(child, FusedBlock) else None for child in module]
             if any(a and b and a.linked and b.takes_link for a, b in zip(programs, programs[1:])):
                 object.__setattr__(module, "__class__", LinkedSequential)
