@@ -310,6 +310,7 @@ def test_skips_with_reasons() -> None:
     patched.forward = lambda input: input  # type: ignore[method-assign]
     model = nn.Sequential(_Scaled(3), nn.LazyBatchNorm2d(), patched, L1BatchNorm2d(3), nn.BatchNorm2d(3))
     report = ConversionReport()
+    model.append(nn.LazyInstanceNorm2d())  # no batch norm, nor will it be one
     convert(model, "l1", report=report)
     assert {change.name: change.note for change in report.skipped} == {
         "0": "_Scaled is a subclass: what it adds is not known",
@@ -333,6 +334,22 @@ def test_hooks_go_on_and_can_be_removed() -> None:
     handle.remove()
     model(torch.randn(2, 3, 8, 8))
     assert len(seen) == 1
+
+
+def test_hooks_of_loading_meet_the_new_norm() -> None:
+    model = nn.Sequential(nn.BatchNorm2d(3))
+    seen: list[nn.Module] = []
+    model[0].register_load_state_dict_pre_hook(lambda module, *_: seen.append(module))
+    convert(model, "l1")
+    model.load_state_dict(model.state_dict())
+    assert seen == [model[0]]
+
+
+def test_a_norm_that_was_compiled_is_converted_like_any_other() -> None:
+    model, compiled = (nn.Sequential(nn.BatchNorm2d(3)) for _ in range(2))
+    compiled[0].compile(backend="eager")
+    x = torch.randn(4, 3, 4, 4) ** 3
+    assert_close(convert(compiled, "l1")(x), convert(model, "l1")(x), rtol=0, atol=0)
 
 
 def test_inplace_false_leaves_the_model() -> None:

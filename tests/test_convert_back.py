@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import fusion
+from torch.nn.utils import fusion, parametrize
 from torch.testing import assert_close
 
 from models import NETS, BatchNormAct2d, HandWritten, ResNet, TimmResNet, assert_same_step, batch, make, regnet, vgg_bn
-from normmatters.convert import ConversionReport, convert, to_torch
+from normmatters.convert import ConversionReport, convert, fold, to_torch
 from normmatters.convert.back import BatchNormReLU1d, BatchNormReLU2d
 from normmatters.nn.batchnorm import L1BatchNorm1d, L1BatchNorm2d, LpBatchNorm2d, MeanOnlyBatchNorm2d
 from normmatters.nn.layernorm import L1LayerNorm, L1RMSNorm, LpLayerNorm
@@ -148,6 +149,69 @@ def test_what_has_no_equal_is_kept_and_named() -> None:
     x = torch.randn(5, 3, 4, 4, dtype=torch.float64)
     for module, old in zip(model, before):
         assert_close(module(x), old(x))
+
+
+@pytest.mark.filterwarnings("ignore:to_torch kept modules")
+@pytest.mark.parametrize("name", NETS)
+def test_a_norm_that_is_kept_gives_back_what_it_took_over(name: str) -> None:
+    """Without running statistics L1 has no equal, but its block, ReLU and pool are their own again."""
+    model = make(name)
+    for norm in model.modules():
+        if isinstance(norm, nn.BatchNorm2d):
+            norm.track_running_stats, norm.num_batches_tracked = False, None
+            norm.running_mean = norm.running_var = None
+    model = convert(model, "l1").eval()
+    expected = model(batch())
+    to_torch(model)
+    assert all(norm.act is norm.pool is None for norm in model.modules() if isinstance(norm, LpBatchNorm2d))
+    assert_close(model(batch()), expected)
+
+
+class _Doubled(L1BatchNorm2d):
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+        return 2 * super().forward(input, residual)
+
+
+class _Exp(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.exp()
+
+
+class _Wide(L1BatchNorm2d):
+    """Has other defaults, and nothing more."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels, eps=0.5)
+
+
+def changed_norms() -> nn.Sequential:
+    """Three norms that are more than their class says, and one that is not."""
+    torch.manual_seed(0)
+    model = nn.Sequential(_Doubled(3), L1BatchNorm2d(3), L1BatchNorm2d(3), _Wide(3))
+    parametrize.register_parametrization(model[1], "weight", _Exp())
+    model[2].forward = lambda input: -input  # type: ignore[method-assign]
+    return model.double().eval()
+
+
+@pytest.mark.parametrize("go", [to_torch, fold, convert_sync_batchnorm])
+def test_norms_with_a_forward_or_a_parametrization_of_their_own_are_kept(go: Callable[..., nn.Module]) -> None:
+    model = changed_norms()
+    expected, kinds = model(batch()), [type(norm) for norm in model]
+    with pytest.warns(UserWarning, match=r"0 .*_Doubled has a forward.*, 1 .*parametrized.*, 2 .*replaced"):
+        model = go(model)  # type: ignore[assignment]
+    assert [type(norm) for norm in model][:3] == kinds[:3]
+    assert type(model[3]) is (SyncLpBatchNorm if go is convert_sync_batchnorm else nn.BatchNorm2d)
+    assert_close(model(batch()), expected)
+
+
+def test_synchronizing_keeps_the_activations_of_torchs_norms() -> None:
+    model = to_torch(nn.Sequential(nn.Conv2d(3, 4, 1), L1BatchNorm2d(4, act="relu"))).double().eval()
+    model.append(nn.BatchNorm2d(4).double().eval())
+    expected = model(batch())
+    with pytest.warns(UserWarning, match=r"kept norms .* 1 \(BatchNormReLU2d has a forward of its own\)"):
+        convert_sync_batchnorm(model)
+    assert [type(module) for module in model[1:]] == [BatchNormReLU2d, nn.SyncBatchNorm]
+    assert_close(model(batch()), expected)
 
 
 def test_weight_norms_are_removed_unless_asked() -> None:

@@ -208,7 +208,7 @@ def test_checkpointed_forward() -> None:
 def test_hook_on_the_relu_keeps_it() -> None:
     block = BasicBlock(3, 3)
     block.relu.register_forward_hook(lambda *_: None)
-    assert fusion_of(block, "bn2") == ("", "ReLU with hooks follows it")
+    assert fusion_of(block, "bn2") == ("", "ReLU with hooks or another forward follows it")
 
 
 # --- Where blocks begin and end ---
@@ -298,6 +298,13 @@ def test_a_block_used_twice_is_fused_once() -> None:
 def test_of_two_norms_before_an_add_the_left_takes_it() -> None:
     assert fusion_of(BothNorms()) == ("add + relu", "")
     assert fusion_of(BothNorms(), "other") == ("", "it is the residual of another norm")
+
+
+def test_a_users_attribute_may_have_any_name() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.ReLU())
+    for module in model:
+        module.program = module.act = module.pool = "the user's"
+    assert fusion_of(model, "1") == ("relu", "")
 
 
 # --- After the conversion ---

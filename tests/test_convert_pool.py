@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from typing import Any
 
 import pytest
@@ -260,6 +261,16 @@ def test_a_norm_without_its_model_is_kept():
     norm = convert(stem(), "l1")[1]
     with pytest.warns(UserWarning, match="it has taken over a max pool"):
         assert to_torch(norm) is norm
+
+
+def test_a_pool_of_ones_own_is_no_concern_of_the_way_back():
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU())
+    model[0].pool = nn.MaxPool2d(2)  # a name that anyone may use
+    report = ConversionReport()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        to_torch(convert(model, "l1"), report=report)
+    assert [change.name for change in report.changes] == ["1"]
 
 
 def test_folded():

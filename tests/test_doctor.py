@@ -155,6 +155,19 @@ def test_a_model_without_memory_is_measured() -> None:
     assert all(w.length is None for w in found.weights)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
+def test_a_model_that_cannot_be_copied_is_measured() -> None:
+    """A hook's weight norm keeps a computed weight, of which there is no deep copy; neither of a cache."""
+    model = small()
+    expected = diagnose(model, torch.randn(4, 3, 6, 6), invariance=False)
+    model[0].caches = {"a": [model[0].weight * 2]}
+    found = diagnose(model, torch.randn(4, 3, 6, 6))
+    assert (found.kept, found.norms) == (expected.kept, expected.norms)
+    assert "scale invariance was not tested: ValueError: the model must allow copy.deepcopy" in found.notes[0]
+    nn.utils.weight_norm(model[0])
+    assert diagnose(model, torch.randn(4, 3, 6, 6)).norms == expected.norms
+
+
 def test_it_prints_and_is_plain_data() -> None:
     model = small()
     nn.init.zeros_(model[0].weight[0])
@@ -206,3 +219,8 @@ def test_wrong_arguments_are_refused() -> None:
         diagnose(small(), norm="l7")
     with pytest.raises(ValueError, match="run it once first"):
         diagnose(nn.Sequential(nn.LazyLinear(3)))
+    with pytest.raises(ValueError, match="run it once first"):
+        diagnose(nn.Sequential(nn.Linear(3, 3), nn.LazyBatchNorm1d(affine=False)))
+    for dtype in (torch.int8, "float16"):
+        with pytest.raises(TypeError, match="dtype must be a floating-point"):
+            diagnose(small(), dtype=dtype)  # type: ignore[arg-type]

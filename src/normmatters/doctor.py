@@ -289,12 +289,14 @@ def diagnose(
         [('0.weight', 'channel, dim 0'), ('3.weight', 'no')]
     """
     recipe = Recipe(lr, weight_decay, momentum)
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"dtype must be a floating-point torch.dtype or None, got {dtype!r}")
     if isinstance(model, Mapping):
         return _of_state_dict(model, recipe)
     check_model(model)
     model = unwrap(model)
-    if any(nn.parameter.is_lazy(p) for p in model.parameters()):
-        raise ValueError("the model has parameters that are not initialised yet: run it once first")
+    if any(nn.parameter.is_lazy(t) for t in [*model.parameters(), *model.buffers()]):
+        raise ValueError("the model has parameters or buffers that are not initialised yet: run it once first")
     notes: list[str] = []
     ghosts = Ghosts(dtype)
     report = ConversionReport()

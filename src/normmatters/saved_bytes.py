@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from normmatters.convert.fused import FusedMaxPool2d
 from normmatters.kernels import backends
@@ -63,9 +63,10 @@ class Ghosts:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def of(self, model: nn.Module) -> nn.Module:
-        """A copy of the model in training mode; no parameter or buffer of it is copied."""
+        """A copy of the model in training mode; no tensor of it is copied."""
         memo: dict[int, Any] = {}
-        for t in [*model.parameters(), *model.buffers()]:
+        # Computed tensors too, which no copy could be made of: a hook's weight, a cache.
+        for t in (leaf for module in model.modules() for leaf in tree_leaves(vars(module)) if isinstance(leaf, Tensor)):
             ghost = self._tensor(t)
             memo[id(t)] = nn.Parameter(ghost, t.requires_grad) if isinstance(t, nn.Parameter) else ghost
         return copy.deepcopy(model, memo).train()

@@ -8,6 +8,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 
 pytest.importorskip("triton")
 
@@ -145,6 +146,16 @@ def test_a_watched_norm_is_called(model, links):
     model[0][1].bn2.register_forward_hook(lambda module, inputs, output: seen.append(output.shape))
     step(model)
     assert seen == [(4, 4, 3, 3)]
+
+
+def test_hooks_of_all_modules_see_every_block_and_norm(model, links):
+    """As a profiler's or a counter of operations."""
+    seen = []
+    handle = register_module_forward_hook(lambda module, inputs, output: seen.append(module))
+    step(model)
+    handle.remove()
+    assert sum(links) == 0
+    assert {*model[0], *(norm for norm in model.modules() if isinstance(norm, L1BatchNorm2d))} <= set(seen)
 
 
 def test_evaluation_copies_and_the_way_back(model, links):

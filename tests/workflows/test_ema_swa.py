@@ -114,6 +114,30 @@ def test_modes_and_momenta_come_back_whatever_happens() -> None:
     assert [model[1].num_batches_tracked, model[4].num_batches_tracked] == [2, 2]  # frozen ones too, as in torch
 
 
+class Frozen(nn.Module):
+    """Keeps the statistics of its backbone, as detectors do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone, self.head = nn.BatchNorm2d(3), nm.L1BatchNorm2d(3)
+
+    def train(self, mode: bool = True) -> Frozen:
+        super().train(mode)
+        self.backbone.eval()
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.backbone(x))  # type: ignore[no-any-return]
+
+
+def test_norms_that_never_train_keep_their_statistics() -> None:
+    model = Frozen().double()
+    model.backbone.running_mean.fill_(0.5)  # type: ignore[union-attr]
+    nm.update_bn(batches(2), model)
+    assert model.backbone.running_mean.tolist() == [0.5] * 3  # type: ignore[union-attr]
+    assert [model.backbone.num_batches_tracked, model.head.num_batches_tracked] == [0, 2]
+
+
 def test_nothing_to_do_and_wrong_input() -> None:
     model = network()
     model(batches(1)[0])

@@ -19,6 +19,7 @@ from normmatters.nn.batchnorm_act import ThenAct
 from normmatters.nn.batchnorm_base import _LpBatchNorm
 from normmatters.nn.layernorm import L1RMSNorm, LpLayerNorm
 from normmatters.nn.layernorm2d import ChannelsFirst
+from normmatters.nn.replace import changed
 from normmatters.nn.sync import SyncLpBatchNorm
 from normmatters.weight_norm import BoundedWeight, ClassicWeight, remove_weight_norm
 
@@ -83,8 +84,9 @@ def to_torch(
     stay. A norm that was written with ``act="relu"`` by hand becomes a ``BatchNormReLU2d``, a subclass of
     ``nn.BatchNorm2d`` that takes the residual too. Training goes on in L2.
 
-    Kept, with a warning, is what PyTorch has nothing equal for: layer and RMS norms with p ≠ 2, and batch norms without
-    running statistics, which normalize by the batch in evaluation too.
+    Kept, with a warning, is what PyTorch has nothing equal for: layer and RMS norms with p ≠ 2, batch norms without
+    running statistics, which normalize by the batch in evaluation too, and norms with a parametrization or a forward
+    of your own.
 
     Args:
         model: any module; if it is itself a norm, use the result.
@@ -130,12 +132,15 @@ def to_torch(
     new: dict[nn.Module, nn.Module] = {}
     for name, module in model.named_modules():
         plain = _plain(module, module in unfused)
-        if getattr(module, "pool", None) is not None and not pools:
+        if isinstance(module, _LpBatchNorm) and module.pool is not None and not pools:
             plain = "it has taken over a max pool, whose place is not in this model"
         if plain is None:
             continue
         if isinstance(plain, str):
             report.changes.append(Change(name, type(module).__name__, None, note=plain))
+            if isinstance(module, _LpBatchNorm):  # what it had taken over is back in its place
+                module.act = None if module in unfused else module.act
+                module.pool = None if pools else module.pool
         else:
             new[module] = plain
             report.changes.append(Change(name, type(module).__name__, type(plain).__name__))
@@ -150,6 +155,10 @@ def to_torch(
 def _plain(module: nn.Module, unfused: bool) -> nn.Module | str | None:
     """The module of ``torch.nn`` for this one; or why there is none; or None for a module that is not ours."""
     made: nn.Module
+    if not isinstance(module, (LpLayerNorm, L1RMSNorm, _LpBatchNorm)):
+        return None
+    if reason := changed(module, "normmatters"):
+        return reason
     if isinstance(module, LpLayerNorm):
         if module.p != 2 or not (isinstance(module.constant, str) or module.constant == 1):
             return "torch.nn has only L2"
@@ -158,7 +167,7 @@ def _plain(module: nn.Module, unfused: bool) -> nn.Module | str | None:
         )
     elif isinstance(module, L1RMSNorm):
         return "torch.nn has only L2"
-    elif isinstance(module, _LpBatchNorm):
+    else:
         if module.running_mean is None and not (module.p == 2 and module.constant in ("exact", "paper", "none", 1)):
             return "it normalizes by the batch in evaluation too, and torch.nn has only L2"
         if isinstance(module, ThenAct):
@@ -170,8 +179,6 @@ def _plain(module: nn.Module, unfused: bool) -> nn.Module | str | None:
             return made
         plain, with_relu = next(classes for ours, classes in _PLAIN.items() if isinstance(module, ours))
         made = (plain if module.act is None or unfused else with_relu)(module.num_features, device="meta")  # type: ignore[call-arg]
-    else:
-        return None
     carry_over(module, made)
     if isinstance(made, nn.modules.batchnorm._NormBase):
         made.eps = max(made.eps, TINY)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import operator
 from collections import Counter
 from typing import Any
 
@@ -15,8 +16,7 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from normmatters.convert.back import PLAIN_BATCH_NORMS, BatchNormAct2d, SyncBatchNormAct, ThenReLU, to_torch
-from normmatters.convert.fuse import blocks_of, is_sequential, slots_of
-from normmatters.convert.fused import has_hooks
+from normmatters.convert.parts import blocks_of, called_without, is_plain, is_sequential, not_its_own, slots_of
 from normmatters.convert.report import Change, ConversionReport
 from normmatters.convert.swap import check_model, replace_modules
 from normmatters.convert.trace import Untraceable, trace_block
@@ -106,15 +106,19 @@ def _find(model: nn.Module) -> tuple[dict[nn.Module, tuple[nn.Module, bool]], di
     reasons: dict[nn.Module, str] = {}
     norms: set[nn.Module] = {module for module in model.modules() if isinstance(module, _BatchNorm)}
     places = Counter(module for _, module in model.named_modules(remove_duplicate=False))
+    alone: set[nn.Module] = set()  # parts of a block that an outer one calls,
+    read: set[Tensor] = set()  # and tensors that it reads itself
     for block in blocks_of(model, norms):
         sequentials = {module for _, _, module in slots_of(block, True) if is_sequential(module)}
         try:
-            graph = trace_block(block, False, sequentials).graph
+            trace = trace_block(block, False, sequentials)
         except Untraceable as reason:
             for norm in norms.intersection(module for _, _, module in slots_of(block, False)):
                 reasons[norm] = f"{type(block).__name__} cannot be traced: {reason}"
             continue
-        calls = [(node, block.get_submodule(str(node.target))) for node in graph.nodes if node.op == "call_module"]
+        nodes = trace.graph.nodes
+        calls = [(node, block.get_submodule(str(node.target))) for node in nodes if node.op == "call_module"]
+        read |= {operator.attrgetter(str(node.target))(block) for node in nodes if node.op == "get_attr"}
         times = Counter(module for _, module in calls)
         called = dict(calls)
         for node, norm in calls:
@@ -128,6 +132,12 @@ def _find(model: nn.Module) -> tuple[dict[nn.Module, tuple[nn.Module, bool]], di
                 reasons[norm] = "no layer in front of it"
             elif any(places[module] != places[block] or times[module] != 1 for module in (layer, norm)):
                 reasons[norm] = "it or the layer in front of it is used at several places"
+            elif any(called_without(block, module, alone) for module in (layer, norm)):
+                reasons[norm] = "a part of its block is called alone"
+            elif any(
+                tensor in read for module in (layer, norm) for tensor in module.state_dict(keep_vars=True).values()
+            ):
+                reasons[norm] = "its parameters, or those of the layer in front of it, are used on their own"
             elif len(source.users) != 1:  # type: ignore[union-attr]
                 reasons[norm] = "the output of the layer in front of it is used again"
             else:
@@ -137,6 +147,7 @@ def _find(model: nn.Module) -> tuple[dict[nn.Module, tuple[nn.Module, bool]], di
                     pairs[norm] = layer, residual
                 else:
                     reasons[norm] = against
+        alone |= not_its_own(block, trace.called)
     return pairs, reasons
 
 
@@ -146,8 +157,8 @@ def _reason_against(layer: Any, norm: Any, residual: bool) -> str | None:
     if type(layer) not in WEIGHT_LAYERS or type(norm) not in _NORMS:
         odd = layer if type(layer) not in WEIGHT_LAYERS else norm
         return f"{type(odd).__name__} is a subclass: what it adds is not known"
-    if has_hooks(layer) or has_hooks(norm):
-        return "hooks see its input or output"
+    if not is_plain(layer) or not is_plain(norm):
+        return "hooks see its input or output, or a forward was replaced"
     if norm.running_mean is None or norm.running_var is None:
         return "it has no running statistics"
     if isinstance(layer, _ConvTransposeNd) and layer.groups > 1:

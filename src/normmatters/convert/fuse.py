@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.nn import functional as F
-from torch.nn.modules.utils import _pair
 
 from normmatters.convert.fused import (
     FusedBlock,
@@ -26,18 +25,30 @@ from normmatters.convert.fused import (
     FusedReLU,
     Program,
     fused_class,
-    has_hooks,
     norm_add_relu,
     norm_norm_add_relu,
     until_norm,
 )
 from normmatters.convert.in_place import changes
+from normmatters.convert.parts import (
+    blocks_of,
+    called_without,
+    has_hooks,
+    is_identity,
+    is_pool,
+    is_relu,
+    is_sequential,
+    not_its_own,
+    slots_of,
+)
 from normmatters.convert.trace import Trace, Untraceable, trace_block
+from normmatters.nn.replace import held_beside
 
 _RELUS = {F.relu, F.relu_, torch.relu, torch.relu_, "relu", "relu_"}
 _ADDS = {operator.add, torch.add, "add"}
 _ADDS_IN_PLACE = {operator.iadd, "add_"}
 _NO_RELU = "no ReLU behind it was found"
+_ALONE = "a part of its block is called alone"
 
 
 @dataclass
@@ -53,6 +64,7 @@ class FusionPlan:
     slots: list[tuple[nn.Module, str]] = field(default_factory=list)  # ReLUs to replace: owner and name
     pools: dict[nn.Module, tuple[nn.Module, str]] = field(default_factory=dict)  # max pools, by norm: owner and name
     classes: dict[nn.Module, type[nn.Module]] = field(default_factory=dict)  # blocks with a new forward
+    alone: set[nn.Module] = field(default_factory=set)  # parts of a block that are called from outside it
 
     def apply(self) -> None:
         """Put the plan into effect on the model; giving each fused norm ``act`` and ``pool`` is the caller's part."""
@@ -77,80 +89,52 @@ def plan_fusion(
     """Find what the given norms of ``model`` can take over; those of ``pooling`` also a max pool."""
     plan = FusionPlan()
     paths = Counter(module for _, module in model.named_modules(remove_duplicate=False))
+    paths.update(module for _, _, module in held_beside(model) if isinstance(module, nn.MaxPool2d))
     candidates = {norm for norm in norms if not has_hooks(norm)}
     plan.notes = {norm: "hooks see its output" for norm in norms if norm not in candidates}
     for block in blocks_of(model, set(norms)):
         # Another way to a norm than through this block would meet the ReLU without having asked for it.
         reachable = Counter(module for _, module in block.named_modules(remove_duplicate=False))
-        own = {norm for norm in candidates if reachable[norm] == 1 and paths[norm] == paths[block]}
+        once = {norm for norm in candidates if reachable[norm] == 1 and paths[norm] == paths[block]}
+        own = {norm for norm in once if not called_without(block, norm, plan.alone)}
         if is_sequential(block):
-            _plan_sequential(block, own, own.intersection(pooling), plan)
+            _plan_sequential(block, own, own.intersection(pooling), paths, plan)
         else:
             _plan_traced(block, own, own.intersection(pooling), paths, plan)
     plan.fused.update(dict.fromkeys(plan.pools, "relu + max pool"))
     for norm in set(norms) - plan.fused.keys():
-        plan.notes.setdefault(norm, "it is used at several places" if paths[norm] > 1 else _NO_RELU)
+        alone = any(norm in part.modules() for part in plan.alone)
+        why = "it is used at several places" if paths[norm] > 1 else _ALONE if alone else _NO_RELU
+        plan.notes.setdefault(norm, why)
     return plan
 
 
-def is_sequential(module: nn.Module) -> bool:
-    """Whether the module does exactly what ``nn.Sequential`` does, and unobserved."""
-    return type(module).forward is nn.Sequential.forward and "forward" not in vars(module) and not has_hooks(module)
-
-
-def _is_container(module: nn.Module) -> bool:
-    return type(module).forward is nn.Module.forward  # ModuleList, ModuleDict: their owner calls what is in them
-
-
-def blocks_of(model: nn.Module, norms: set[nn.Module]) -> Iterator[nn.Module]:
-    """The modules with a forward of their own whose norms are not inside another such module."""
-    blocks = [module for module in model.modules() if not _is_container(module) and module not in norms]
-    # Traced blocks first: they show when the modules of a Sequential are called one by one.
-    for block in sorted(blocks, key=is_sequential):
-        torchs_own = type(block).__module__.split(".")[0] == "torch"  # nn layers, but also DistributedDataParallel
-        traced = not torchs_own or isinstance(block, fx.GraphModule)
-        if (traced or is_sequential(block)) and any(norm in norms for _, _, norm in slots_of(block, True)):
-            yield block
-
-
-def slots_of(block: nn.Module, sequentials: bool) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    """(owner, name, module) of what the block holds itself: inside containers, and Sequentials if asked."""
-    for name, child in block._modules.items():
-        if child is None:
-            continue
-        yield block, name, child
-        if _is_container(child) or (sequentials and is_sequential(child)):
-            yield from slots_of(child, sequentials)
-
-
-def _is_identity(module: nn.Module) -> bool:
-    return type(module) is nn.Identity and not has_hooks(module)
-
-
-def _is_relu(module: nn.Module) -> bool:
-    return type(module) is nn.ReLU and not has_hooks(module)
-
-
-def _is_pool(module: nn.Module | None) -> bool:
-    """Whether it is the one max pool that a norm can take over: 3×3 windows, stride 2, padding 1."""
-    if type(module) is not nn.MaxPool2d or has_hooks(module) or module.return_indices or module.ceil_mode:
-        return False
-    return [_pair(n) for n in (module.kernel_size, module.stride, module.padding, module.dilation)] == [
-        (3, 3), (2, 2), (1, 1), (1, 1)
-    ]  # fmt: skip
-
-
-def _plan_sequential(block: nn.Module, own: set[nn.Module], pooling: set[nn.Module], plan: FusionPlan) -> None:
+def _plan_sequential(
+    block: nn.Module, own: set[nn.Module], pooling: set[nn.Module], paths: Counter[nn.Module], plan: FusionPlan
+) -> None:
     chain = [slot for slot in slots_of(block, True) if not is_sequential(slot[2])]
     for position, (_, _, norm) in enumerate(chain):
         if norm not in own or norm in plan.fused or norm in plan.notes:
             continue
-        behind = [slot for slot in chain[position + 1 :] if not _is_identity(slot[2])]
-        if behind and _is_relu(behind[0][2]):
-            plan.fused[norm] = "relu"
-            plan.slots.append(behind[0][:2])
-            if norm in pooling and len(behind) > 1 and _is_pool(behind[1][2]):
-                plan.pools[norm] = behind[1][:2]
+        behind = [slot for slot in chain[position + 1 :] if not is_identity(slot[2])]
+        if not behind or not is_relu(behind[0][2]):
+            continue
+        if _has_other_uses(block, behind[0], paths, plan):
+            plan.notes[norm] = "the ReLU behind it has other uses"
+            continue
+        plan.fused[norm] = "relu"
+        plan.slots.append(behind[0][:2])
+        pool = behind[1] if len(behind) > 1 else None
+        if norm in pooling and pool and is_pool(pool[2]) and not _has_other_uses(block, pool, paths, plan):
+            plan.pools[norm] = pool[:2]
+
+
+def _has_other_uses(
+    block: nn.Module, slot: tuple[nn.Module, str, nn.Module], paths: Counter[nn.Module], plan: FusionPlan
+) -> bool:
+    """Whether someone else would meet the placeholder in this slot: who shares its owner, or calls past the block."""
+    owner, _, module = slot
+    return paths[owner] != paths[block] or called_without(block, module, plan.alone)
 
 
 @dataclass(frozen=True)
@@ -182,15 +166,16 @@ def _plan_traced(
         for norm in own & direct:
             plan.notes.setdefault(norm, f"{type(block).__name__} cannot be traced: {reason}")
         return
-    inlined = {module for inner in tails.values() for module in inner[0].modules()}
-    called = [_module(block, node) for trace in traces for node in trace.graph.nodes if node.op == "call_module"]
-    for norm in own.intersection(called) - mine - inlined:
+    called = [module for trace in traces for module in trace.called]
+    alone = not_its_own(block, called)
+    plan.alone |= alone
+    for norm in own & alone - mine:
         plan.notes.setdefault(norm, f"{type(block).__name__} calls it from outside its own block")
 
     matches = _matches(block, traces, mine, plan)
     if not matches:
         return
-    slots = _relu_slots(block, traces, matches)
+    slots = _relu_slots(block, traces, matches, paths, plan)
     if slots is None and not _may_change_class(block):
         for norm in matches:
             plan.notes[norm] = f"{type(block).__name__} defines its own copying, so its forward stays"
@@ -281,9 +266,13 @@ def _match(block: nn.Module, graph: fx.Graph, norm: nn.Module) -> _Match | str:
             return _NO_RELU
         module = _module(block, user) if user.op == "call_module" else None
         function = user.target if module is None else None  # a module's target is its name, which may be "relu"
-        if module is not None and _is_identity(module):
+        if module is not None and is_identity(module):
             identities.append(user)
-        elif user.args[:1] == (last,) and ((module is not None and _is_relu(module)) or function in _RELUS):
+        elif user.args[:1] == (last,) and ((module is not None and is_relu(module)) or function in _RELUS):
+            method = call.meta["method"]
+            # forward alone is rewritten: relu(relu(x)) is harmless in another method, an add behind the ReLU is not.
+            if user.meta["method"] != method or (add is not None and method is not None):
+                return f"{type(block).__name__}.{method or user.meta['method']} may be called on its own"
             return _Match(call, tuple(identities), add, residual, user)
         elif add is None and function in _ADDS | _ADDS_IN_PLACE:
             operands = [operand for operand in user.args if operand is not last]
@@ -298,7 +287,8 @@ def _match(block: nn.Module, graph: fx.Graph, norm: nn.Module) -> _Match | str:
             add, residual = user, user.args.index(operands[0])
         else:
             what = type(module).__name__ if module is not None else getattr(function, "__name__", function)
-            return f"{what} with hooks follows it" if type(module) is nn.ReLU else f"{what} follows it, not a ReLU"
+            changed = type(module) is nn.ReLU
+            return f"{what} with hooks or another forward follows it" if changed else f"{what} follows it, not a ReLU"
         last = user
 
 
@@ -313,10 +303,11 @@ def _plan_pools(
         pool, other = (_pool_behind(block, match) for match in pair)
         if pool is None or pool is not other:
             continue
-        places = [(owner, name) for owner, name, module in slots_of(block, False) if module is pool]
+        places = [slot for slot in slots_of(block, False) if slot[2] is pool]
         # Called once in either mode, and by nobody else: another way to it would miss the pool.
         if len(places) == 1 and times[pool] == 2 and paths[pool] == paths[block]:
-            plan.pools[norm] = places[0]
+            if not called_without(block, pool, plan.alone):
+                plan.pools[norm] = places[0][:2]
 
 
 def _pool_behind(block: nn.Module, match: _Match) -> nn.Module | None:
@@ -327,14 +318,18 @@ def _pool_behind(block: nn.Module, match: _Match) -> nn.Module | None:
         if user.op != "call_module" or user.args != (node,) or user.kwargs:
             return None
         module = _module(block, user)
-        if not _is_identity(module):
-            return module if _is_pool(module) else None
+        if not is_identity(module):
+            return module if is_pool(module) else None
         node = user
     return None
 
 
 def _relu_slots(
-    block: nn.Module, traces: tuple[Trace, Trace], matches: dict[nn.Module, tuple[_Match, _Match]]
+    block: nn.Module,
+    traces: tuple[Trace, Trace],
+    matches: dict[nn.Module, tuple[_Match, _Match]],
+    paths: Counter[nn.Module],
+    plan: FusionPlan,
 ) -> list[tuple[nn.Module, str]] | None:
     """Where the block holds the ReLU modules, if replacing them is all that there is to do."""
     merged = {match.relu for pair in matches.values() for match in pair}
@@ -344,9 +339,10 @@ def _relu_slots(
     others = {node for trace in traces for node in trace.graph.nodes if node.op == "call_module"} - merged
     if any(_module(block, node) in relus for node in others):
         return None
-    slots = [(owner, name) for owner, name, module in slots_of(block, False) if module in relus]
-    held = {owner._modules[name] for owner, name in slots}
-    return slots if held == relus else None
+    slots = [slot for slot in slots_of(block, False) if slot[2] in relus]
+    if any(_has_other_uses(block, slot, paths, plan) for slot in slots):
+        return None
+    return [slot[:2] for slot in slots] if {slot[2] for slot in slots} == relus else None
 
 
 def _may_change_class(block: nn.Module) -> bool:

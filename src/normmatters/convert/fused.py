@@ -16,7 +16,10 @@ from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.modules.module import _has_any_global_hook
 
+from normmatters.convert.parts import has_hooks
+from normmatters.convert.trace import Unannounced
 from normmatters.nn import twin
 from normmatters.nn.batchnorm_base import _LpBatchNorm
 
@@ -107,7 +110,7 @@ def _compile(source: str, names: dict[str, Any]) -> Any:
     return scope["forward"]
 
 
-class FusedBlock:
+class FusedBlock(Unannounced):
     """Mixin of every block whose ``forward`` was rewritten."""
 
     program: ClassVar[Program]
@@ -174,11 +177,16 @@ def norm_add_relu(norm: Any, input: Tensor, residual: Tensor) -> Tensor:
     return torch.relu(output + residual)
 
 
+def watched(module: nn.Module) -> bool:
+    """Whether someone would miss the module's being called: a hook of its own, or one of all modules (a profiler's)."""
+    return has_hooks(module) or bool(_has_any_global_hook())
+
+
 def linked_norm_add_relu(
     norm: Any, input: Tensor, residual: Tensor, link: Tensor | None, wanted: bool
 ) -> tuple[Tensor, Tensor | None]:
     """:func:`norm_add_relu` and, if ``wanted``, the link to its output; ``link`` is the residual's."""
-    if residual.shape != input.shape or residual.dtype != input.dtype or has_hooks(norm):
+    if residual.shape != input.shape or residual.dtype != input.dtype or watched(norm):
         return norm_add_relu(norm, input, residual), None
     return norm.forward_linked(input, residual, link, wanted)  # type: ignore[no-any-return]
 
@@ -195,7 +203,7 @@ def until_norm(shortcut: nn.Module, input: Tensor) -> Pending:
     """
     modules = _in_a_row(shortcut)
     fresh = len(modules) > 1 and isinstance(modules[-2], (nn.modules.conv._ConvNd, nn.Linear))
-    if not (fresh and isinstance(modules[-1], _LpBatchNorm)) or has_hooks(modules[-1]):
+    if not (fresh and isinstance(modules[-1], _LpBatchNorm)) or watched(modules[-1]):
         return None, shortcut(input)
     for module in modules[:-1]:
         input = module(input)
@@ -204,7 +212,7 @@ def until_norm(shortcut: nn.Module, input: Tensor) -> Pending:
 
 def _in_a_row(module: nn.Module) -> list[Any]:
     """What a (nested) Sequential calls; the module itself where it is none, or is watched."""
-    if type(module) is not nn.Sequential or has_hooks(module) or "forward" in vars(module):
+    if type(module) is not nn.Sequential or watched(module) or "forward" in vars(module):
         return [module]
     return [module] if module._compiled_call_impl is not None else [m for inner in module for m in _in_a_row(inner)]
 
@@ -212,7 +220,7 @@ def _in_a_row(module: nn.Module) -> list[Any]:
 def norm_norm_add_relu(norm: Any, input: Tensor, pending: Pending) -> Tensor:
     """relu(norm(input) + shortcut), in one operation where the shortcut's norm fits; ``norm`` has ``act="relu"``."""
     other, value = pending
-    if not has_hooks(norm) and twin.fit(norm, input, other, value):
+    if not watched(norm) and twin.fit(norm, input, other, value):
         return twin.twin_batch_norm(norm, input, other, value)[0]
     return norm_add_relu(norm, input, value if other is None else other(value))
 
@@ -220,7 +228,7 @@ def norm_norm_add_relu(norm: Any, input: Tensor, pending: Pending) -> Tensor:
 def linked_norm_norm_add_relu(norm: Any, input: Tensor, pending: Pending, wanted: bool) -> tuple[Tensor, Tensor | None]:
     """:func:`norm_norm_add_relu` and, if ``wanted``, the link to its output."""
     other, value = pending
-    if not has_hooks(norm) and twin.fit(norm, input, other, value):
+    if not watched(norm) and twin.fit(norm, input, other, value):
         return twin.twin_batch_norm(norm, input, other, value, linked=wanted)
     return linked_norm_add_relu(norm, input, value if other is None else other(value), None, wanted)
 
@@ -274,13 +282,6 @@ def with_links(graph: fx.Graph) -> tuple[fx.Graph | None, bool]:
     return linked, takes_link
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Whether someone watches the module's inputs, outputs or gradients."""
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
-
-
 class LinkedSequential(nn.Sequential):
     """``nn.Sequential`` whose fused blocks hand their output on with its link.
 
@@ -308,7 +309,7 @@ def links(module: Any) -> bool:
         isinstance(module, FusedBlock)
         and bool(module.program.linked)
         and module.training  # type: ignore[attr-defined]
-        and not has_hooks(module)  # type: ignore[arg-type]
+        and not watched(module)  # type: ignore[arg-type]
         and module._compiled_call_impl is None  # type: ignore[attr-defined]
     )
 
@@ -317,6 +318,6 @@ def link_sequentials(model: nn.Module) -> None:
     """Make plain Sequentials that hold linking blocks behind one another hand links on."""
     for module in model.modules():
         if type(module) is nn.Sequential:
-            programs = [getattr(child, "program", None) for child in module]
+            programs = [child.program if isinstance(child, FusedBlock) else None for child in module]
             if any(a and b and a.linked and b.takes_link for a, b in zip(programs, programs[1:])):
                 object.__setattr__(module, "__class__", LinkedSequential)

@@ -6,6 +6,7 @@ import copy
 import difflib
 import logging
 import math
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from normmatters.nn.batchnorm_act import LpBatchNormAct2d
 from normmatters.nn.batchnorm_base import _LpBatchNorm
 from normmatters.nn.layernorm import L1LayerNorm, L1RMSNorm, LpLayerNorm
 from normmatters.nn.layernorm2d import ChannelsFirst, L1LayerNorm2d, LpLayerNorm2d
+from normmatters.nn.replace import replace
 from normmatters.nn.sync import SyncLpBatchNorm
 
 _log = logging.getLogger(__name__)
@@ -204,6 +206,9 @@ def _replacement(module: nn.Module, spec: NormSpec, layer_spec: NormSpec | None,
     """What takes the module's place; or why nothing does; or None for a module that is no norm."""
     if isinstance(module, (_LpBatchNorm, LpLayerNorm, L1RMSNorm)):
         return "it is one of normmatters already: go back with to_torch first"
+    if isinstance(module, torch.jit.ScriptModule):
+        scripted = module.original_name in {kind.__name__ for kind in TORCH_BATCH_NORMS}
+        return "a scripted module cannot be changed" if scripted else None
     kind = _qualified(module)
     first = is_channels_first(module)
     if layer_spec is not None and (type(module) is nn.LayerNorm or kind in _LAYER_NORMS or first):
@@ -216,7 +221,7 @@ def _replacement(module: nn.Module, spec: NormSpec, layer_spec: NormSpec | None,
         if any(child.state_dict() for child in module.children()):
             return "its activation has a state, which would change its key"
         made = spec.batch_norm_act(module, memory)
-    elif isinstance(module, nn.modules.lazy.LazyModuleMixin) and isinstance(module, nn.modules.batchnorm._NormBase):
+    elif isinstance(module, nn.modules.lazy.LazyModuleMixin) and isinstance(module, nn.modules.batchnorm._BatchNorm):
         return "it is not initialised yet: run the model once first"
     elif isinstance(module, nn.modules.batchnorm._BatchNorm if layer_spec is None else _TORCH_NORMS):
         return f"{type(module).__name__} is a subclass: what it adds is not known"
@@ -243,18 +248,19 @@ def carry_over(old: nn.Module, new: nn.Module) -> None:
     Norms here hold what ``torch.nn``'s hold and the few attributes that say which norm it is, so that is all.
     """
     ours = {"p", "k", "constant", "act", "memory", "pool"}
-    vars(new).update({name: value for name, value in vars(old).items() if name not in ours | {"_modules"}})
+    bound = {"_modules", "_compiled_call_impl"}  # to the old one's class, and what compile() made of it
+    vars(new).update({name: value for name, value in vars(old).items() if name not in ours | bound})
+    for hook in new._load_state_dict_pre_hooks.values():
+        if getattr(hook, "with_module", False):
+            hook.module = weakref.ref(new)  # type: ignore[attr-defined]
 
 
 def replace_modules(model: nn.Module, new: dict[nn.Module, nn.Module]) -> nn.Module:
-    """Put the new modules where the old ones are; one that is at several places stays one."""
-    for owner in list(model.modules()):
-        for name, child in owner._modules.items():
-            if child in new:
-                owner._modules[name] = new[child]
+    """:func:`~normmatters.nn.replace.replace`, for models that look into their norms."""
+    model = replace(model, new)
     for module in model.modules():
         _keep_from_fast_path(module)
-    return new.get(model, model)
+    return model
 
 
 def _keep_from_fast_path(module: nn.Module) -> None:

@@ -6,10 +6,13 @@ and raises :class:`Untraceable`, so that a rewritten forward is never a differen
 
 from __future__ import annotations
 
+import gc
 import inspect
 import operator
 import random
 import sys
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +21,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.parameter import is_lazy
+
+_HOOKS = vars(nn.Module()).keys() - {"_parameters", "_buffers", "_modules"}  # and more that no forward writes to
 
 
 class Untraceable(Exception):
@@ -26,10 +32,14 @@ class Untraceable(Exception):
 
 @dataclass(frozen=True)
 class Trace:
-    """The graph of a block's forward, and the plain attributes of the block that it read on the way."""
+    """The graph of a block's forward, the plain attributes of the block that it read on the way, and what it calls.
+
+    ``called`` are the modules that the block itself calls; what those call, if traced through, is not among them.
+    """
 
     graph: fx.Graph
     guards: dict[str, Any]
+    called: list[nn.Module]
 
 
 def trace_block(block: nn.Module, training: bool, inline: set[nn.Module]) -> Trace:
@@ -39,16 +49,19 @@ def trace_block(block: nn.Module, training: bool, inline: set[nn.Module]) -> Tra
     """
     _check_forward(block)
     with _mode(block, training), _unchanged(block), _no_random_numbers(), _recorded_reads(block) as reads:
+        tracer = _BlockTracer(block, inline)
         try:
-            graph = _BlockTracer(inline).trace(block)
+            graph = tracer.trace(block)
         except Untraceable:
             raise
         except Exception as error:  # whatever user code raises when it meets a symbolic value
             first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise Untraceable(first_line) from error
+    if tracer.values_are_kept():
+        raise Untraceable("its forward keeps a value in an object of its own")
     for node in graph.nodes:
         node.type = None  # annotations are not needed to run, and may name what cannot be pickled
-    return Trace(graph, reads)
+    return Trace(graph, reads, tracer.called)
 
 
 def _check_forward(block: nn.Module) -> None:
@@ -87,22 +100,60 @@ for _name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "
 
 
 class _BlockTracer(fx.Tracer):
-    def __init__(self, inline: set[nn.Module]) -> None:
+    def __init__(self, block: nn.Module, inline: set[nn.Module]) -> None:
         super().__init__()
+        self.forward = type(block).forward.__code__
         self.inline = inline
         self.modes = _modes()
+        self.values: list[weakref.ref[fx.Proxy]] = []
+        self.called: list[nn.Module] = []
+        self.depth = 0
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return m not in self.inline
 
+    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self.depth == 0:
+            self.called.append(m)
+        self.depth += 1
+        try:
+            return super().call_module(m, forward, args, kwargs)
+        finally:
+            self.depth -= 1
+
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        return _Value(node, self)
+        value = _Value(node, self)
+        self.values.append(weakref.ref(value))
+        return value
+
+    def values_are_kept(self) -> bool:
+        """Whether someone holds a symbolic value after the trace."""
+        # Unpacking a value, or a function inside forward that calls itself, holds what it uses until it is collected:
+        # most likely with the young objects, which takes no time.
+        for generation in range(3):
+            if all(value() is None for value in self.values):
+                return False
+            gc.collect(generation)
+        return any(value() is not None for value in self.values)
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         # `with torch.no_grad():` and the like leave no trace in the graph
         if _modes() != self.modes:
             raise Untraceable("its forward changes the gradient or autocast mode, or checkpoints activations")
-        return super().create_node(*args, **kwargs)
+        node = super().create_node(*args, **kwargs)
+        node.meta["method"] = self._method()
+        return node
+
+    def _method(self) -> str | None:
+        """The method of the block that is at work, if it is one that others may call too; None is forward itself."""
+        frame = sys._getframe(2)
+        while frame.f_back is not None and frame.f_code is not self.forward:
+            code = frame.f_code
+            if code.co_argcount and frame.f_locals.get(code.co_varnames[0]) is self.root:
+                if not code.co_name.startswith("_") and code.co_name != "forward":
+                    return code.co_name
+            frame = frame.f_back
+        return None
 
 
 def _modes() -> tuple[Any, ...]:
@@ -128,38 +179,60 @@ def _mode(block: nn.Module, training: bool) -> Iterator[None]:
 
 @contextmanager
 def _unchanged(block: nn.Module) -> Iterator[None]:
-    """Refuse a forward that stores something on the block, and take it back."""
-    attributes = vars(block)
-    before = dict(attributes)
-    containers = {name: value.copy() for name, value in before.items() if isinstance(value, (list, dict, set))}
-    held = {**attributes, **block._buffers}.items()
-    tensors = {name: value for name, value in held if isinstance(value, Tensor) and not value.is_inference()}
-    values = {name: (tensor._version, tensor.detach().clone()) for name, tensor in tensors.items()}
+    """Refuse a forward that stores something on the block, or on a module in it, and take it back."""
+    before: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
+    containers: list[tuple[str, Any, Any]] = []
+    seen: set[int] = set()
+    tensors: list[tuple[str, Tensor, int, Tensor]] = []
+    for path, module in block.named_modules():
+        prefix = f"{path}." if path else ""
+        before.append((prefix, vars(module), dict(vars(module))))
+        for name in vars(module).keys() - _HOOKS:
+            containers += _containers(prefix + name, vars(module)[name], seen)
+        for name, value in {**vars(module), **module._buffers}.items():
+            if isinstance(value, Tensor) and not is_lazy(value) and not value.is_inference():
+                tensors.append((prefix + name, value, value._version, value.detach().clone()))
     changed: set[str] = set()
     try:
         yield
     finally:
-        changed |= {name for name in attributes.keys() | before.keys() if attributes.get(name) is not before.get(name)}
-        attributes.clear()
-        attributes.update(before)
-        for name, contents in containers.items():
-            container: Any = before[name]
-            if _identities(container) != _identities(contents):
+        for prefix, attributes, values in before:
+            names = attributes.keys() | values.keys()
+            changed |= {prefix + name for name in names if attributes.get(name) is not values.get(name)}
+            attributes.clear()
+            attributes.update(values)
+        for name, container, contents in containers:
+            if _identities(_contents(container)) != _identities(contents):
                 changed.add(name)
                 container.clear()
-                container.extend(contents) if isinstance(container, list) else container.update(contents)
-        for name, (version, value) in values.items():
-            if tensors[name]._version != version:
+                container.update(contents) if isinstance(container, (dict, set)) else container.extend(contents)
+        for name, tensor, version, value in tensors:
+            if tensor._version != version:
                 changed.add(name)
-                tensors[name].detach().copy_(value)
+                tensor.detach().copy_(value)
     if changed:
         raise Untraceable(f"its forward sets {', '.join(sorted(changed))} on the module")
 
 
-def _identities(container: list[Any] | dict[Any, Any] | set[Any]) -> list[Any]:
-    if isinstance(container, dict):
-        return [(key, id(value)) for key, value in container.items()]
-    return [id(value) for value in container]
+def _containers(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Any, Any]]:
+    """The container and all those in it that were not ``seen`` before, each with its contents."""
+    if not isinstance(value, (list, dict, set, tuple, deque)) or id(value) in seen:
+        return
+    seen.add(id(value))
+    if not isinstance(value, tuple):
+        yield name, value, _contents(value)
+    for item in value.values() if isinstance(value, dict) else value:
+        yield from _containers(name, item, seen)
+
+
+def _contents(container: Any) -> Any:
+    return dict(container) if isinstance(container, dict) else list(container)
+
+
+def _identities(contents: Any) -> list[Any]:
+    if isinstance(contents, dict):
+        return [(key, id(value)) for key, value in contents.items()]
+    return [id(value) for value in contents]
 
 
 @contextmanager
@@ -192,6 +265,13 @@ def _same(a: Any, b: Any) -> bool:
     return bool(a.tolist() == b.tolist() if hasattr(a, "tolist") else a == b)
 
 
+class Unannounced:
+    """First base of a class made here: ``__init_subclass__`` of a user's, which may keep a register, hears nothing."""
+
+    def __init_subclass__(cls, **_: Any) -> None:
+        pass
+
+
 @contextmanager
 def _recorded_reads(block: nn.Module) -> Iterator[dict[str, Any]]:
     """Collect the plain attributes that forward reads: branches on them are decided while tracing."""
@@ -205,7 +285,8 @@ def _recorded_reads(block: nn.Module) -> Iterator[dict[str, Any]]:
                 reads[name] = value
         return value
 
-    recorder = type(cls.__name__, (cls,), {"__getattribute__": __getattribute__, "__module__": cls.__module__})
+    body = {"__getattribute__": __getattribute__, "__module__": cls.__module__}
+    recorder = type(cls.__name__, (Unannounced, cls), body)
     object.__setattr__(block, "__class__", recorder)
     try:
         yield reads

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # unlike torch.compiler.disable, it imports the compiler only when called
 from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from normmatters import precision
 from normmatters.functional.batch_norm import update_running_statistics
@@ -19,6 +21,7 @@ from normmatters.functional.statistic import Kind, compute_dtype, scale_constant
 from normmatters.kernels.dispatch import _count
 from normmatters.nn.batchnorm_act import ThenAct
 from normmatters.nn.batchnorm_base import _LpBatchNorm
+from normmatters.nn.replace import changed, replace
 
 
 class SyncLpBatchNorm(_LpBatchNorm):
@@ -129,8 +132,9 @@ class SyncLpBatchNormAct(ThenAct, SyncLpBatchNorm):  # type: ignore[misc]
 def convert_sync_batchnorm(module: nn.Module, process_group: Any = None) -> nn.Module:
     """Replace this library's batch norms in ``module`` by :class:`SyncLpBatchNorm`, with their parameters and state.
 
-    PyTorch's own batch norms become ``torch.nn.SyncBatchNorm``, as in its function of the same name. A module that is
-    itself a batch norm is not changed in place: use the result.
+    PyTorch's own batch norms become ``torch.nn.SyncBatchNorm``, as in its function of the same name. Norms with a
+    parametrization or a forward of their own, such as timm's ``BatchNormAct2d``, are kept as they are, with a warning:
+    it would be lost. A module that is itself a batch norm is not changed in place: use the result.
 
     Args:
         module: a model, or one batch norm.
@@ -142,24 +146,22 @@ def convert_sync_batchnorm(module: nn.Module, process_group: Any = None) -> nn.M
         >>> type(model[1]).__name__
         'SyncLpBatchNorm'
     """
-    converted = _converted(module, process_group, {})
-    result: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(converted, process_group)
-    return result
+    norms = [(name, one) for name, one in module.named_modules() if isinstance(one, (_LpBatchNorm, _BatchNorm))]
+    packages = {norm: "normmatters" if isinstance(norm, _LpBatchNorm) else "torch" for _, norm in norms}
+    reasons = {name: reason for name, norm in norms if (reason := changed(norm, packages[norm]))}
+    if reasons:
+        kept = ", ".join(f"{name or '(model)'} ({reason})" for name, reason in reasons.items())
+        warnings.warn(f"convert_sync_batchnorm kept norms that are more than a batch norm: {kept}", stacklevel=2)
+    new: dict[nn.Module, nn.Module] = {
+        norm: _synchronized(norm, process_group) for name, norm in norms if name not in reasons
+    }
+    return replace(module, new)
 
 
-def _converted(module: nn.Module, process_group: Any, seen: dict[nn.Module, nn.Module]) -> nn.Module:
-    if module in seen:  # a module used in two places stays one module
-        return seen[module]
-    result = seen[module] = module
-    if isinstance(module, _LpBatchNorm):
-        result = seen[module] = _synchronized(module, process_group)
-    for name, child in module._modules.items():
-        if child is not None:
-            result._modules[name] = _converted(child, process_group, seen)
-    return result
-
-
-def _synchronized(module: _LpBatchNorm, process_group: Any) -> SyncLpBatchNorm:
+def _synchronized(module: nn.Module, process_group: Any) -> nn.Module:
+    if not isinstance(module, _LpBatchNorm):
+        torchs: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(module, process_group)
+        return torchs
     # The drop and the activation of the former come over with all other submodules.
     result = (SyncLpBatchNormAct if isinstance(module, ThenAct) else SyncLpBatchNorm)(
         module.num_features,
@@ -179,6 +181,7 @@ def _synchronized(module: _LpBatchNorm, process_group: Any) -> SyncLpBatchNorm:
         result.register_parameter(name, parameter)
     for name, buffer in module._buffers.items():
         result._buffers[name] = buffer
+    result._modules.update(module._modules)
     return result.train(module.training)
 
 

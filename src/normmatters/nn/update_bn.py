@@ -19,8 +19,8 @@ def update_bn(loader: Iterable[Any], model: nn.Module, device: torch.device | st
 
     An average of models (SWA, EMA) has the weights of no model that was trained, so it needs statistics of its own.
     ``torch.optim.swa_utils.update_bn`` does this for ``torch.nn``'s batch norms and passes over others in silence; here
-    both kinds are found. As there, batches count alike, whatever their size. Afterwards each module is in the mode it
-    was in.
+    both kinds are found. As there, batches count alike, whatever their size. Norms that ``model.train()`` leaves in
+    evaluation mode keep their statistics. Afterwards each module is in the mode it was in.
 
     Args:
         loader: gives batches: tensors, or lists and tuples with the input first.
@@ -54,8 +54,9 @@ def update_bn(loader: Iterable[Any], model: nn.Module, device: torch.device | st
     try:
         model.train()
         for norm in norms:
-            norm.reset_running_stats()
-            norm.momentum = None  # the plain average of all batches
+            if norm.training:  # a model's own train() may keep some of them frozen
+                norm.reset_running_stats()
+                norm.momentum = None  # the plain average of all batches
         for batch in itertools.chain([first], batches):
             input = batch[0] if isinstance(batch, (list, tuple)) else batch
             model(input if device is None else input.to(device))

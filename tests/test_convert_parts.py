@@ -1,0 +1,202 @@
+"""Parts of a block that have other uses than the block's own: fusing and folding must not be noticed by those."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.testing import assert_close
+
+from models import assert_same_step
+from normmatters.convert import ConversionReport, convert, fold, to_torch
+from normmatters.nn.sync import convert_sync_batchnorm
+
+
+def conv_norm() -> list[nn.Module]:
+    return [nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3)]
+
+
+class PartAlone(nn.Module):
+    """Looks at what comes out of the inner Sequential, before the outer one's ReLU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Sequential(*conv_norm()), nn.ReLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.body[0](x)
+        return inner + self.body[1](inner)
+
+
+class ReluOfSequential(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*conv_norm(), nn.ReLU(), nn.Conv2d(3, 3, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x) + self.body[2](x)
+
+
+class PoolOfSequential(ReluOfSequential):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body[3] = nn.MaxPool2d(3, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x) + self.body[3](x)
+
+
+class Inner(nn.Module):
+    def __init__(self, relus: nn.ModuleList | None = None) -> None:
+        super().__init__()
+        self.conv, self.bn = conv_norm()
+        self.relus = nn.ModuleList([nn.ReLU()]) if relus is None else relus
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.relus[0](self.bn(self.conv(x)))  # type: ignore[no-any-return]
+
+
+class ReluOfBlock(nn.Module):
+    """Has no norm of its own, but uses a part of a block that has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Inner()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(x) + self.block.relus[0](x)  # type: ignore[no-any-return]
+
+
+class OtherUse(nn.Module):
+    def __init__(self, relus: nn.ModuleList) -> None:
+        super().__init__()
+        self.relus = relus
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.relus[0](x - 1)  # type: ignore[no-any-return]
+
+
+def shared_list() -> nn.Module:
+    inner = Inner()
+    return nn.Sequential(inner, OtherUse(inner.relus))
+
+
+def shared_sequential(part: Callable[[], nn.Module]) -> nn.Module:
+    shared = nn.Sequential(part(), nn.Dropout(0.0))
+    between = [] if isinstance(shared[0], nn.ReLU) else [nn.ReLU()]
+    return nn.Sequential(*conv_norm(), *between, shared, nn.Conv2d(3, 3, 1), shared)
+
+
+def with_another_forward(kind: type[nn.Module], *arguments: int) -> nn.Module:
+    changed = kind(*arguments)
+    changed.forward = lambda x: F.max_pool2d(-x, 3, 2, 1)  # type: ignore[method-assign]
+    between = [] if kind is nn.ReLU else [nn.ReLU()] if kind is nn.MaxPool2d else [nn.Identity()]
+    return nn.Sequential(*conv_norm(), *between, changed, nn.ReLU())
+
+
+class PlainList(nn.Module):
+    """Calls its norm and its pool out of lists that PyTorch knows nothing of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn = conv_norm()
+        self.relu, self.pool = nn.ReLU(), nn.MaxPool2d(3, 2, 1)
+        self.norms, self.pools = {"first": [self.bn]}, (self.pool,)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.pools[0](self.relu(self.norms["first"][0](self.conv(x))))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("make", "fused", "note"),
+    [
+        (PlainList, "relu", ""),
+        (PartAlone, "", "a part of its block is called alone"),
+        (ReluOfSequential, "", "the ReLU behind it has other uses"),
+        (PoolOfSequential, "relu", ""),
+        (ReluOfBlock, "relu", ""),
+        (shared_list, "relu", ""),
+        (lambda: shared_sequential(nn.ReLU), "", "the ReLU behind it has other uses"),
+        (lambda: shared_sequential(lambda: nn.MaxPool2d(3, 2, 1)), "relu", ""),
+        (lambda: with_another_forward(nn.ReLU), "", "no ReLU behind it was found"),
+        (lambda: with_another_forward(nn.Identity), "", "no ReLU behind it was found"),
+        (lambda: with_another_forward(nn.MaxPool2d, 3, 2, 1), "relu", ""),
+    ],
+)
+def test_fusion_leaves_parts_with_other_uses(make: Callable[[], nn.Module], fused: str, note: str) -> None:
+    torch.manual_seed(0)
+    model = make().double()
+    nn.init.normal_(next(m for m in model.modules() if isinstance(m, nn.BatchNorm2d)).bias)
+    plain = convert(copy.deepcopy(model), "l1", fuse=False)
+    report = ConversionReport()
+    model = convert(model, "l1", report=report)
+    assert [(change.fused, change.note) for change in report.changes] == [(fused, note)]
+    for training in (True, False):
+        assert_same_step(model.train(training), plain.train(training))
+
+
+@pytest.mark.parametrize("go", [convert, fold, to_torch, convert_sync_batchnorm])
+def test_a_norm_in_a_plain_list_is_replaced_there_too(go: Callable[[nn.Module], nn.Module]) -> None:
+    torch.manual_seed(0)
+    model = PlainList().double() if go is convert else convert(PlainList().double(), "l1")
+    nn.init.normal_(model.bn.bias)  # type: ignore[arg-type]
+    nn.init.uniform_(model.bn.running_var, 2, 3)  # type: ignore[union-attr, arg-type]
+    x = torch.randn(4, 3, 5, 5, dtype=torch.float64)
+    expected = model.eval()(x)
+    old = model.bn
+    go(model)
+    assert model.norms["first"] == [model.bn] != [old]  # type: ignore[index, operator]
+    assert_close(model.train().eval()(x), expected)
+
+
+class Tied(nn.Module):
+    """The decoder uses the encoder's weight, as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn = conv_norm()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.conv_transpose2d(self.bn(self.conv(x)), self.conv.weight, padding=1)
+
+
+class Outside(nn.Module):
+    """Calls a block, and the convolution in it once more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Inner()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(x) + self.block.conv(x)
+
+
+def with_another_convolution() -> nn.Module:
+    model = nn.Sequential(*conv_norm())
+    model[0].forward = lambda x: F.relu(F.conv2d(x, model[0].weight))  # type: ignore[method-assign, arg-type]
+    return model
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (Tied, "its parameters, or those of the layer in front of it, are used on their own"),
+        (Outside, "a part of its block is called alone"),
+        (with_another_convolution, "hooks see its input or output, or a forward was replaced"),
+    ],
+)
+def test_a_layer_with_other_uses_is_not_folded(make: Callable[[], nn.Module], reason: str) -> None:
+    torch.manual_seed(0)
+    model = make().double().eval()
+    norm = next(m for m in model.modules() if isinstance(m, nn.BatchNorm2d))
+    nn.init.uniform_(norm.running_var, 2, 3)
+    x = torch.randn(2, 3, 5, 5, dtype=torch.float64)
+    expected = model(x)
+    report = ConversionReport()
+    assert_close(fold(model, report=report)(x), expected, rtol=0, atol=0)
+    assert [change.note for change in report.skipped] == [reason]

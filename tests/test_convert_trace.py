@@ -1,0 +1,163 @@
+"""What a trace would lose, beyond the block's own attributes, and what it must not tell anyone."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.testing import assert_close
+
+from blocks import Block
+from normmatters.convert import ConversionReport, convert, fold
+from normmatters.convert.fused import FusedBlock
+
+
+class Stores(Block):
+    """Its forward does something beside its output, which is told it from outside."""
+
+    def __init__(self, effect: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.effect = effect
+        self.lists: dict[str, list[Any]] = {"a": []}
+        self.last: deque[Any] = deque(maxlen=2)
+        self.notes = SimpleNamespace(x=None)
+        self.relu.count = 0
+
+    def kept(self) -> list[Any]:
+        seen = [*self.lists["a"], *self.last, self.notes.x, getattr(self.relu, "seen", None)]
+        return [self.relu.count, self.bn.num_batches_tracked, *(x for x in seen if x is not None)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.effect(self, x)
+        return F.relu(self.bn(self.conv(x)) + x)
+
+
+@pytest.mark.parametrize(
+    ("effect", "reason"),
+    [
+        (lambda self, x: self.lists["a"].append(x), "sets lists on the module"),
+        (lambda self, x: self.last.append(x), "sets last on the module"),
+        (lambda self, x: setattr(self.relu, "seen", x), "sets relu.seen on the module"),
+        (lambda self, x: setattr(self.relu, "count", self.relu.count + 1), "sets relu.count on the module"),
+        (lambda self, x: self.bn.num_batches_tracked.add_(1), "sets bn.num_batches_tracked on the module"),
+        (lambda self, x: setattr(self.notes, "x", x), "keeps a value in an object of its own"),
+    ],
+)
+def test_what_forward_stores_is_stored_after_the_conversion_too(effect: Callable[..., Any], reason: str) -> None:
+    block, original = Stores(effect), Stores(effect)
+    original.load_state_dict(block.state_dict())
+    report = ConversionReport()
+    convert(block, "l2", report=report)
+    assert [change.note for change in report.changes] == [f"Stores cannot be traced: its forward {reason}"]
+    x = torch.randn(2, 3, 4, 4)
+    for model in (block, original):
+        model(x)
+    assert_close(block.kept(), original.kept())
+
+
+class Features(Block):
+    def features(self, x: Tensor) -> Tensor:
+        return F.relu(self.bn(self.conv(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.features(x) * self.scale
+
+
+class FeaturesBeforeReLU(Features):
+    def features(self, x: Tensor) -> Tensor:
+        return self.bn(self.conv(x))  # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.relu(self.features(x))  # type: ignore[no-any-return]
+
+
+class FeaturesWithAdd(Features):
+    def features(self, x: Tensor) -> Tensor:
+        return F.relu(self.bn(self.conv(x)) + x)
+
+
+class Private(Features):
+    def _impl(self, x: Tensor) -> Tensor:
+        return F.relu(self.bn(self.conv(x)) + x)
+
+    def features(self, x: Tensor) -> Tensor:
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._impl(x)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("cls", "fused", "note"),
+    [
+        (Features, "relu", ""),
+        (FeaturesBeforeReLU, "", "FeaturesBeforeReLU.features may be called on its own"),
+        (FeaturesWithAdd, "", "FeaturesWithAdd.features may be called on its own"),
+        (Private, "add + relu", ""),
+    ],
+)
+def test_other_methods_of_a_block_stay_what_they_were(cls: type[Features], fused: str, note: str) -> None:
+    block = cls().double().eval()
+    nn.init.normal_(block.bn.bias)
+    original = copy.deepcopy(block)
+    report = ConversionReport()
+    convert(block, "l2", report=report)
+    assert [(change.fused, change.note) for change in report.changes] == [(fused, note)]
+    x = torch.randn(2, 3, 4, 4, dtype=torch.float64)
+    assert_close(block(x), original(x))
+    assert_close(block.features(x), original.features(x))
+
+
+class Registered(Block):
+    """Keeps a register of its subclasses, each of which has to have a key."""
+
+    register: ClassVar[dict[str, type[nn.Module]]] = {}
+
+    def __init_subclass__(cls, *, key: str) -> None:
+        Registered.register[cls.__name__] = cls
+
+
+class Entry(Registered, key="entry"):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.bn(self.conv(x)) + x)
+
+
+def test_a_register_of_subclasses_hears_nothing_of_the_conversion() -> None:
+    assert isinstance(convert(Entry(), "l1"), FusedBlock)
+    assert Registered.register == {"Entry": Entry}
+
+
+class Beside(Block):
+    """A block whose norm can be fused, with something beside it that can hardly be looked at."""
+
+    def __init__(self, beside: nn.Module) -> None:
+        super().__init__()
+        self.beside = beside
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.beside(F.relu(self.bn(self.conv(x)) + x))  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_scripted_and_lazy_modules_are_left_and_named() -> None:
+    scripted = torch.jit.script(nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)))
+    for beside, name, note in [
+        (scripted, "beside.1", "a scripted module cannot be changed"),
+        (nn.LazyBatchNorm2d(), "beside", "it is not initialised yet: run the model once first"),
+    ]:
+        model = nn.Sequential(Beside(beside))
+        report = ConversionReport()
+        convert(model, "l1", report=report)
+        assert [(change.name, change.fused) for change in report.converted] == [("0.bn", "add + relu")]
+        assert [(change.name, change.note) for change in report.skipped] == [(f"0.{name}", note)]
+        fold(model.eval(), report=(folded := ConversionReport()))
+        assert [change.name for change in folded.converted] == ["0.bn"]
+        assert model(torch.randn(2, 3, 4, 4)).shape == (2, 3, 4, 4)
