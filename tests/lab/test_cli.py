@@ -79,6 +79,9 @@ def test_help_loads_nothing_slow() -> None:
         (["reproduce", "fgi1"], "did you mean 'fig1'"),
         (["reproduce", "fig1", "--preset", "quik"], "did you mean 'quick'"),
         (["reproduce", "fig1", "--set", "optim.lrr=1"], "did you mean 'lr'"),
+        (["reproduce", "all", "fgi1"], "did you mean 'fig1'"),
+        (["reproduce", "supp2", "--data", "cifar", "--out", "OUT"], "did you mean 'cifar10'"),
+        (["reproduce", "fig1", "--device", "mps", "--out", "OUT"], "expected auto, cpu, cuda or cuda:N"),
         (["reproduce", "fig1", "--device", "gpu7", "--out", "OUT"], "expected auto, cpu, cuda or cuda:N"),
         (["train", "nowhere.toml"], "no such config file"),
         (["report", "nowhere"], "no such folder"),
@@ -86,6 +89,7 @@ def test_help_loads_nothing_slow() -> None:
         (["publish", "--to", "nowhere"], "no such folder"),
         (["data", "prepare", "cifar"], "did you mean 'cifar10'"),
         (["bench", "laeyrs"], "laeyrs"),
+        (["bench", "layers", "--smoke", "--device", "gpu7"], "expected the device cpu or cuda, got 'gpu7'"),
         (["explain", "--lr", "-1"], "lr"),
     ],
 )
@@ -112,6 +116,13 @@ def test_more_jobs_than_memory_is_refused_before_anything_starts(
 def test_debug_shows_the_traceback(run: Run) -> None:
     with pytest.raises(ValueError, match="no such folder"):
         run("report", "nowhere", "--debug")
+
+
+def test_a_terminal_without_unicode_stops_nothing() -> None:
+    command, env = [sys.executable, "-m", "normmatters", "explain"], {**ENV, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
+    assert done.returncode == 0, done.stderr
+    assert "?/(1" in done.stdout  # η
 
 
 def test_without_the_extra_one_line_says_what_to_install(tmp_path: Path) -> None:
