@@ -108,8 +108,10 @@ def test_an_overview_tells_a_claim_once_from_its_longest_runs(tmp_path: Path) ->
 def test_mistakes_are_told(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no such folder"):
         redraw(tmp_path / "nowhere")
-    assert redraw(tmp_path) == []
-    assert (tmp_path / "README.md").read_text().startswith("# Results")
+    (tmp_path / "README.md").write_text("a project's")
+    with pytest.raises(ValueError, match="no published runs below it"):
+        redraw(tmp_path)
+    assert (tmp_path / "README.md").read_text() == "a project's"
     write_run(tmp_path / "runs", "fig1/wd_on")
     (file,) = publish([tmp_path / "runs"], tmp_path / "quick")
     readme = tmp_path / "README.md"
@@ -124,6 +126,12 @@ def test_mistakes_are_told(tmp_path: Path) -> None:
         assert readme.read_text() == text
     assert not (tmp_path / "quick" / "report").exists()
     lines = file.read_text().splitlines()
+    file.write_text("\n".join([*lines, "null"]))
+    with pytest.raises(ValueError, match=f"line {len(lines) + 1}: expected a JSON object, got null"):
+        collect([tmp_path / "quick"])
+    file.write_text('{"config": {}}\n')
+    with pytest.raises(ValueError, match="not the config of a run"):
+        collect([tmp_path / "quick"])
     file.write_text("\n".join(lines[1:]))
     with pytest.raises(ValueError, match="it has no config"):
         collect([tmp_path / "quick"])

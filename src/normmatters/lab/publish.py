@@ -85,6 +85,8 @@ def redraw(results: str | Path, pages: Iterable[str | Path] = ()) -> list[Report
     if not results.is_dir():
         raise ValueError(f"{results}: no such folder")
     presets = [name for name in PRESETS if any((results / name).rglob(f"*{PUBLISHED}"))]
+    if not presets:  # and another README.md may be there
+        raise ValueError(f"{results}: no published runs below it; `normmatters publish RUNS` adds some")
     texts = {Path(page): _parts(Path(page)) for page in pages}
     reports = [
         write_report([results / p], results / p / "report", command="make report", images=False) for p in presets

@@ -187,13 +187,16 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The epochs of a ``metrics.jsonl``; a last line that was cut off is left out."""
-    rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    """The epochs of a ``metrics.jsonl``, none where there is no file; what follows a damaged line is left out."""
+    rows: list[dict[str, Any]] = []
+    for line in path.read_bytes().splitlines() if path.exists() else ():
         try:
-            rows.append(json.loads(line))
-        except ValueError:
+            row = json.loads(line)
+        except ValueError:  # the line that was being written when the run was killed
             break
+        if not isinstance(row, dict) or "epoch" not in row:
+            break
+        rows.append(row)
     return rows
 
 
