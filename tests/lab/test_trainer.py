@@ -258,6 +258,20 @@ def test_unwritable_folder_other_run_and_second_process(tmp_path: Path) -> None:
             train(small_run(optim={"epochs": 1}), tmp_path / "run")
 
 
+def test_beginning_afresh_throws_away_runs_only(tmp_path: Path) -> None:
+    for name in ("checkpoints/mine.pt", "tensorboard/mine", "summary.json"):  # a project's own
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("mine")
+    with pytest.raises(ValueError, match=r"batch_size is 5000"):
+        train(small_run(data={"batch_size": 5000}), tmp_path, resume=False)
+    assert (tmp_path / "summary.json").read_text() == (tmp_path / "tensorboard" / "mine").read_text() == "mine"
+    train(small_run(optim={"epochs": 1}), tmp_path, resume=False)
+    first = rows(tmp_path)
+    train(small_run(optim={"epochs": 1}, seed=1), tmp_path, resume=False)
+    assert rows(tmp_path) != first
+    assert (tmp_path / "checkpoints" / "mine.pt").read_text() == "mine"
+
+
 def test_a_run_that_never_trained_leaves_its_folder_to_another(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"batch_size is 5000"):
         train(small_run(data={"batch_size": 5000}), tmp_path / "run")

@@ -124,10 +124,12 @@ class RunFolder:
         self.clear()
 
     def clear(self) -> None:
-        """Throw away what the folder holds."""
-        for name in ("metrics.jsonl", "summary.json", "error.json", "norms.safetensors", "tokenizer.json"):
+        """Throw away what the folder holds of a run. How it ended goes first: half of it must not look finished."""
+        if not (self.path / "config.json").is_file():
+            return  # no run has been here, and what lies here is somebody's
+        for name in ("summary.json", "error.json", "metrics.jsonl", "norms.safetensors", "tokenizer.json"):
             (self.path / name).unlink(missing_ok=True)
-        for item in self.checkpoints.iterdir():
+        for item in (*self.checkpoints.glob("epoch-*.pt"), *self.checkpoints.glob("epoch-*.sha256")):
             item.unlink()
         shutil.rmtree(self.path / "tensorboard", ignore_errors=True)
 
@@ -135,6 +137,9 @@ class RunFolder:
         """Write what is run; ``fresh`` throws away what the folder held."""
         if fresh:
             self.clear()
+        for folder in (self.path, self.checkpoints):
+            for stray in folder.glob(".*.[0-9]*.tmp"):  # of a process that was killed while it wrote
+                stray.unlink(missing_ok=True)
         (self.path / "error.json").unlink(missing_ok=True)
         write_atomic(self.path / "config.json", to_json(config).encode())
         write_atomic(self.path / "environment.json", _json(environment(device)))
