@@ -350,7 +350,10 @@ def bench(
     device: Annotated[
         str | None, typer.Option(help="cpu, cuda or cuda:1.", show_default="a GPU where there is one")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Write the numbers here as well.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Write the numbers here as well.", show_default="results/bench; nowhere with --smoke"),
+    ] = None,
 ) -> None:
     """Time the library against its peers. A kernel whose check fails gets no number.
 

@@ -65,6 +65,8 @@ def run(
         raise ValueError(f"jobs must not be negative, got {jobs}")
     if not smoke and share is None and out is None:
         out = RESULTS
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)  # that it cannot be is told now, not after the first row
     setup = harness.Setup(place, smoke, selection, share)
     bad: list[Row] = []
     for name, (_, rows) in benches.items():
