@@ -41,6 +41,19 @@ def test_what_did_not_finish_is_not_a_result(tmp_path: Path) -> None:
     assert collect([tmp_path / "kept"]).results["fig3/l2_fp16"].diverged
 
 
+def test_what_is_not_a_result_of_this_preset_is_refused(tmp_path: Path) -> None:
+    write_run(tmp_path / "runs" / "short", "fig1/wd_on", preset="short", finished=False)
+    with pytest.raises(ValueError, match="none of the runs has finished, there are 1"):
+        publish([tmp_path / "runs"], tmp_path / "results" / "short")
+    write_run(tmp_path / "runs" / "short", "fig1/wd_off", preset="short")
+    with pytest.raises(
+        ValueError, match="wd_off/seed0 is of the preset short, not cifar: publish it with --preset short"
+    ):
+        publish([tmp_path / "runs" / "short" / "fig1"], tmp_path / "results" / "cifar")
+    assert not (tmp_path / "results").exists()
+    assert len(publish([tmp_path / "runs"], tmp_path / "results" / "short")) == 1
+
+
 def test_other_settings_are_not_overwritten(tmp_path: Path) -> None:
     write_run(tmp_path / "a", "fig1/wd_on", preset="quick")
     write_run(tmp_path / "b", "fig1/wd_off", preset="cifar")
