@@ -35,7 +35,7 @@ class DataConfig:
 
     ``dir`` is the set's folder below the data directory (or an absolute path); every set has a usual one.
     ``augment``: ``True`` is what is usual for the set, or "none", "crop" (pad and crop), "crop_flip", "resized_crop".
-    ``train_size``/``val_size`` keep only that many examples (the first ones of a fixed shuffle).
+    ``train_size``/``val_size`` keep only that many examples (the first ones of a fixed shuffle; of text, of the file).
     ``tokens`` is the number of target tokens of one batch of text.
     """
 
