@@ -360,6 +360,17 @@ def test_who_diverges_does_not_follow(tmp_path: Path) -> None:
     assert (verdict.verdict, verdict.measured) == ("fails", "WD off, step-size correction diverged")
 
 
+def test_images_of_your_own_are_not_imagenet(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, "fig2/resnet18_l2", preset="full")
+    assert collect([tmp_path]).runs[0].val_examples == 50_000
+    config = json.loads((folder / "config.json").read_text())
+    config["data"]["dir"] = "/home/me/birds"
+    (folder / "config.json").write_text(json.dumps(config))
+    collection = collect([tmp_path])
+    assert collection.runs[0].val_examples is None
+    assert differences(collection.results.values()) == [("data", "birds", "ImageNet")]
+
+
 def test_more_digits_than_there_are_leave_a_validation_set(tmp_path: Path) -> None:
     folder = write_run(tmp_path, "fig1/wd_on")
     config = json.loads((folder / "config.json").read_text())

@@ -106,6 +106,8 @@ class Run:
     def val_examples(self) -> int | None:
         """How many images the validation set has; None for text and for sets of the user's own."""
         data = self.config["data"]
+        if _own_images(data):
+            return None
         trained = min(data.get("train_size") or 1437, 1437)
         whole = {"digits": 1797 - trained, "cifar10": 10_000, "tiny_imagenet": 10_000}
         whole["imagefolder"] = 50_000
@@ -304,11 +306,17 @@ _MODELS = {
 }
 
 
+def _own_images(data: dict[str, Any]) -> str:
+    """The name of a folder of images of the user's own; empty for ImageNet and all other sets."""
+    folder = Path(data.get("dir") or "imagenet").name
+    return folder if data["name"] == "imagefolder" and folder != "imagenet" else ""
+
+
 def describe(config: dict[str, Any]) -> dict[str, str]:
     """The settings of a run that a reader asks for first, in words."""
     data, model, optim = config["data"], config["model"], config["optim"]
-    name = data["name"]
-    if name == "text":
+    name = _own_images(data) or data["name"]
+    if data["name"] == "text":
         folder = str(data.get("dir") or "parallel text").rpartition("/")[2]
         name = {"wmt14": "WMT14", "multi30k": "Multi30k"}.get(folder, folder) + f" {data['source']}-{data['target']}"
     network = str(model["name"])
