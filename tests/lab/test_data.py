@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import io
 import tarfile
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -150,6 +152,21 @@ def test_cifar_from_files_archive_and_download(cifar: Path, tmp_path: Path) -> N
     )
     assert (fetched / "data_batch_5.bin").is_file()
     assert seen[-1][0] == seen[-1][1] > 0
+
+
+def test_runs_side_by_side_download_once(cifar: Path, tmp_path: Path) -> None:
+    started: list[int] = []
+
+    def slow(done: int, total: int) -> None:
+        started.append(done)
+        time.sleep(0.2)
+
+    def prepare(_: int) -> Path:
+        return cifar10.prepare(tmp_path / "new", url=(cifar / cifar10.ARCHIVE).as_uri(), progress=slow)
+
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(prepare, range(3))) == [tmp_path / "new" / cifar10.FOLDER] * 3
+    assert len(started) == 1
 
 
 def test_cifar_damage_is_told_and_nothing_is_left(cifar: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
