@@ -48,8 +48,8 @@ report: $(VENV)/.installed-lab
 
 $(VENV)/.installed-lab: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	test -e $(VENV)/.installed || $(PIP) install -c constraints.txt torch
-	test -e $(VENV)/.installed || $(PIP) install -c constraints.txt -e ".[lab]"
+	test $(VENV)/.installed -nt pyproject.toml || $(PIP) install -c constraints.txt torch
+	test $(VENV)/.installed -nt pyproject.toml || $(PIP) install -c constraints.txt -e ".[lab]"
 	touch $@
 
 # The site, in site/. It reads the docstrings without importing anything, so neither torch nor the package is installed.

@@ -21,6 +21,7 @@ def commit() -> str | None:
     if named := os.environ.get("NORMMATTERS_COMMIT"):
         return named
     try:
+        git("ls-files", "--error-unmatch", Path(__file__).name)  # else it is installed inside somebody's checkout
         return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
     except (OSError, subprocess.SubprocessError):
         return None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -60,6 +62,9 @@ def main() -> None:
     # Taken out here, so that it may stand anywhere on the line.
     debug = "--debug" in sys.argv or bool(os.environ.get("NORMMATTERS_DEBUG"))
     sys.argv = [word for word in sys.argv if word != "--debug"]
+    for stream in (sys.stdout, sys.stderr):  # a terminal that has no ✓ is no reason to stop runs
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     try:
         app()
     except Exception as error:
@@ -131,9 +136,10 @@ def reproduce(
       normmatters reproduce fig1 table2 --preset cifar --data-dir ~/data --jobs 4
       normmatters reproduce fig1 --seeds 5 --set optim.epochs=4 --out /tmp/try
     """
-    from normmatters.lab.experiments import experiment_names
+    from normmatters.lab.experiments import experiment_names, load_cells
     from normmatters.lab.reproduce import Runner, check_memory, plan
 
+    load_cells(name for name in names if name != "all")  # a misspelt one is told beside "all" too
     chosen = list(dict.fromkeys(experiment_names() if "all" in names else names))
     out = out / preset
     seeds = seeds or _DEFAULT_SEEDS.get(preset, 1)
@@ -163,7 +169,7 @@ def reproduce(
 
     folders = [job.folder for job in plan_jobs if (job.folder / "config.json").exists()]
     if folders:
-        command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+        command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
         _tell(console, write_report(folders, out / "report", command=command))
     if failed:
         console.print(f"[bold red]{len(failed)} of {len(plan_jobs)} runs did not finish:[/]", highlight=False)
@@ -202,6 +208,8 @@ def _device(name: str) -> str:
         kind = torch.device(name)
     except RuntimeError:
         raise ValueError(f"--device {name!r}: expected auto, cpu, cuda or cuda:N") from None
+    if kind.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device {name!r}: expected auto, cpu, cuda or cuda:N")
     if kind.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"--device {name}: torch finds no GPU here")
     if kind.type == "cuda" and (kind.index or 0) >= torch.cuda.device_count():
@@ -269,9 +277,7 @@ def train(
     from normmatters.lab.reproduce import run_folder
     from normmatters.lab.train_view import train_with_progress
 
-    cell = load_file(config)
-    table_seed = int(cell.table.get("seed", 0))
-    run = cell.config(preset, table_seed if seed is None else seed, sets or ())
+    run = load_file(config).config(preset, seed, sets or ())
     device = run.runtime.device if device == "auto" else device
     run = apply_overrides(run, [f"runtime.device={_device(device)}"])
     try:
@@ -344,7 +350,10 @@ def bench(
     device: Annotated[
         str | None, typer.Option(help="cpu, cuda or cuda:1.", show_default="a GPU where there is one")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Write the numbers here as well.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Write the numbers here as well.", show_default="results/bench; nowhere with --smoke"),
+    ] = None,
 ) -> None:
     """Time the library against its peers. A kernel whose check fails gets no number.
 
@@ -398,7 +407,7 @@ def data_prepare(
 
     if name not in get_args(DataName):
         raise ValueError(f"no data set {name!r}{suggest(name, get_args(DataName))}")
-    found = load_data(DataConfig(name=name), data_dir)  # type: ignore[arg-type]
+    found = load_data(DataConfig(name=name, batch_size=1), data_dir)  # type: ignore[arg-type]
     console = Console()
     embedded = name in ("digits", "numbers")
     where = "embedded, nothing to prepare" if embedded else f"ready in {_plain(str(data_root(data_dir)))}"

@@ -271,13 +271,18 @@ def test_what_is_timed_is_compared_with_the_plain_network(capsys: pytest.Capture
         step()
 
 
-def test_the_command_refuses_what_it_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_refuses_what_it_does_not_know(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         command.main(["layer"])
     assert stopped.value.code == 2
     assert "no benchmark is called 'layer'; there are layers," in capsys.readouterr().err
-    with pytest.raises(ValueError, match="expected the device cpu or cuda, got 'meta'"):
-        bench.run(["layers"], smoke=True, device="meta")
+    for device in ("meta", "gpu7"):
+        with pytest.raises(ValueError, match=f"expected the device cpu or cuda, got '{device}'"):
+            bench.run(["layers"], smoke=True, device=device)
+    (tmp_path / "file").touch()
+    with pytest.raises(FileExistsError):
+        bench.run(["layers"], smoke=True, device="cpu", out=tmp_path / "file")
+    assert "layers" not in capsys.readouterr().out  # before anything is measured
 
 
 def test_smoke_writes_no_file_unless_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,6 +129,23 @@ def test_a_section_that_cannot_be_filled_is_an_error(results: Path, text: str, m
         report.fill(text, results)
 
 
+def test_the_command_tells_what_it_cannot_fill_and_writes_nothing(
+    results: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = json.loads((results / "layers.json").read_text())
+    (results / "cpu.json").write_text(json.dumps({**data, "bench": "cpu", "smoke": True}))
+    (results / "damaged.json").write_text("{")
+    good, page = results / "good.md", results / "page.md"
+    good.write_text("<!-- bench:layers -->\n<!-- /bench -->")
+    for name, message in (("cpu", "whose times mean nothing"), ("damaged", "Expecting property name")):
+        page.write_text(f"<!-- bench:{name} -->\n<!-- /bench -->")
+        with pytest.raises(SystemExit) as stopped:
+            report.main([str(good), str(page), "--results", str(results)])
+        assert stopped.value.code == 2
+        assert message in capsys.readouterr().err
+    assert good.read_text() == "<!-- bench:layers -->\n<!-- /bench -->"
+
+
 def test_a_printed_row_lines_up_with_its_head(results: Path) -> None:
     rows = json.loads((results / "layers.json").read_text())["rows"]
     head = report.text_header("layers")

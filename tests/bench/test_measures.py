@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -198,6 +200,23 @@ def test_the_native_peer_keeps_its_input_alone() -> None:
     assert isinstance(module.norm, nn.BatchNorm2d)
     expected = torch.relu(nn.functional.batch_norm(x, None, None, training=True) + residual)
     torch.testing.assert_close(module(x, residual), expected)
+
+
+def test_a_checkout_that_code_is_installed_in_is_not_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NORMMATTERS_COMMIT", raising=False)
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    installed = tmp_path / ".venv" / "_commit.py"
+    installed.parent.mkdir()
+    installed.touch()
+    subprocess.run([*git, "init", "-q"], check=True)
+    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "theirs"], check=True)
+    monkeypatch.setattr(_commit, "__file__", str(installed))
+    assert _commit.commit() is None
+    subprocess.run([*git, "add", str(installed)], check=True)
+    subprocess.run([*git, "commit", "-q", "-m", "ours"], check=True)
+    found = _commit.commit()
+    assert found is not None
+    assert len(found) == 40
 
 
 def test_code_without_its_history_may_be_told_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 from rich.console import Console
 from synthetic_runs import write_run
@@ -79,6 +80,9 @@ def test_help_loads_nothing_slow() -> None:
         (["reproduce", "fgi1"], "did you mean 'fig1'"),
         (["reproduce", "fig1", "--preset", "quik"], "did you mean 'quick'"),
         (["reproduce", "fig1", "--set", "optim.lrr=1"], "did you mean 'lr'"),
+        (["reproduce", "all", "fgi1"], "did you mean 'fig1'"),
+        (["reproduce", "supp2", "--data", "cifar", "--out", "OUT"], "did you mean 'cifar10'"),
+        (["reproduce", "fig1", "--device", "mps", "--out", "OUT"], "expected auto, cpu, cuda or cuda:N"),
         (["reproduce", "fig1", "--device", "gpu7", "--out", "OUT"], "expected auto, cpu, cuda or cuda:N"),
         (["train", "nowhere.toml"], "no such config file"),
         (["report", "nowhere"], "no such folder"),
@@ -86,6 +90,7 @@ def test_help_loads_nothing_slow() -> None:
         (["publish", "--to", "nowhere"], "no such folder"),
         (["data", "prepare", "cifar"], "did you mean 'cifar10'"),
         (["bench", "laeyrs"], "laeyrs"),
+        (["bench", "layers", "--smoke", "--device", "gpu7"], "expected the device cpu or cuda, got 'gpu7'"),
         (["explain", "--lr", "-1"], "lr"),
     ],
 )
@@ -112,6 +117,13 @@ def test_more_jobs_than_memory_is_refused_before_anything_starts(
 def test_debug_shows_the_traceback(run: Run) -> None:
     with pytest.raises(ValueError, match="no such folder"):
         run("report", "nowhere", "--debug")
+
+
+def test_a_terminal_without_unicode_stops_nothing() -> None:
+    command, env = [sys.executable, "-m", "normmatters", "explain"], {**ENV, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
+    assert done.returncode == 0, done.stderr
+    assert "?/(1" in done.stdout  # η
 
 
 def test_without_the_extra_one_line_says_what_to_install(tmp_path: Path) -> None:
@@ -208,8 +220,29 @@ def test_one_reason_of_many_runs_is_told_once(tmp_path: Path, capsys: pytest.Cap
     assert said[-1] == "  ✗ fig2/resnet50_l2 seed 0, fig4/bwn seed 0, fig4/wn seed 0: no image folder [data]"
 
 
+def test_a_run_that_diverged_after_some_epochs_is_told_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    jobs = plan(["fig4"], "quick", tmp_path)[:2]
+    view = RunsView(Console(), jobs)
+    for job, diverge in zip(jobs, (True, False)):
+        write_run(tmp_path, job.id, diverge=diverge)
+        job.state = "done"
+    view(Runner(jobs))
+    said = capsys.readouterr().out.splitlines()
+    assert [line.rpartition("seed 0  ")[2] for line in said] == ["diverged", "90.00 %"]
+
+
 def test_data_prepare_knows_the_embedded_sets(run: Run) -> None:
     done = run("data", "prepare", "digits")
     assert done.returncode == 0, done.stderr
     assert "10 classes" in done.stdout
+
+
+def test_data_prepare_takes_a_set_smaller_than_a_batch(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "tiny-imagenet-200").mkdir()
+    for split in ("train", "val"):
+        np.save(tmp_path / "tiny-imagenet-200" / f"{split}_x.npy", np.zeros((2, 8, 8, 3), np.uint8))
+        np.save(tmp_path / "tiny-imagenet-200" / f"{split}_y.npy", np.arange(2))
+    done = run("data", "prepare", "tiny_imagenet", "--data-dir", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert "2 classes, 3×8×8" in done.stdout
     assert "8000 pairs of sentences" in run("data", "prepare", "numbers").stdout

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import io
 import tarfile
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -152,6 +154,21 @@ def test_cifar_from_files_archive_and_download(cifar: Path, tmp_path: Path) -> N
     assert seen[-1][0] == seen[-1][1] > 0
 
 
+def test_runs_side_by_side_download_once(cifar: Path, tmp_path: Path) -> None:
+    started: list[int] = []
+
+    def slow(done: int, total: int) -> None:
+        started.append(done)
+        time.sleep(0.2)
+
+    def prepare(_: int) -> Path:
+        return cifar10.prepare(tmp_path / "new", url=(cifar / cifar10.ARCHIVE).as_uri(), progress=slow)
+
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(prepare, range(3))) == [tmp_path / "new" / cifar10.FOLDER] * 3
+    assert len(started) == 1
+
+
 def test_cifar_damage_is_told_and_nothing_is_left(cifar: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = DataConfig(name="cifar10", batch_size=20)
     path = cifar / cifar10.FOLDER / "data_batch_2.bin"
@@ -245,6 +262,17 @@ def test_arrays_and_folders_that_are_wrong(tmp_path: Path) -> None:
     np.save(folder / "train_x.npy", np.zeros((4, 3, 8, 8), np.float32))
     with pytest.raises(ValueError, match="expected uint8"):
         images(config, tmp_path)
+    good = np.zeros((4, 3, 8, 8), np.uint8)
+    for x, y, message in (
+        (good[:, :1], np.zeros(4, int), r"\(N, 3, H, W\) or \(N, H, W, 3\), got uint8 \(4, 1, 8, 8\)"),
+        (good[:0], np.zeros(0, int), r"got uint8 \(0, 3, 8, 8\)"),
+        (good, np.zeros(4, int) - 1, "expected labels 0, 1, 2, ..., got int64 from -1"),
+        (good, np.zeros(4) + 0.5, "expected labels 0, 1, 2, ..., got float64 from 0.5"),
+    ):
+        np.save(folder / "train_x.npy", x)
+        np.save(folder / "train_y.npy", y)
+        with pytest.raises(ValueError, match=message):
+            images(config, tmp_path)
     (folder / "train_x.npy").write_bytes(b"\x93NUMPY")
     with pytest.raises(ValueError, match="cannot read the train arrays"):
         images(config, tmp_path)
@@ -261,13 +289,23 @@ def test_image_folders(tmp_path: Path) -> None:
             folder.mkdir(parents=True)
             for i in range(4):
                 pil.new("RGB", (40, 30), colour).save(folder / f"{i}.png")
+    (tmp_path / "imagenet" / "train" / ".cache").mkdir()
     data = images(DataConfig(name="imagefolder", image_size=16, batch_size=4), tmp_path)
+    assert data.classes == 2
     x, y = next(iter(data.train.epoch(0)))
     assert x.shape == (4, 3, 16, 16)
     assert torch.equal(x[:, :2].amax((2, 3)).argmax(1), y)
     (tmp_path / "imagenet" / "val" / "cat" / "0.png").write_bytes(b"no image")
     with pytest.raises(ValueError, match=r"cannot read the image .*0\.png"):
         list(data.val)
+    (tmp_path / "imagenet" / "val" / "dgo").mkdir()
+    with pytest.raises(ValueError, match="classes that train has not: dgo"):
+        images(DataConfig(name="imagefolder", image_size=16, batch_size=4), tmp_path)
+    (tmp_path / "imagenet" / "val" / "dgo").rmdir()
+    for line in ("0.png\tdgo\t0\n", "0.png dog\n"):
+        (tmp_path / "imagenet" / "val" / "val_annotations.txt").write_text(line)
+        with pytest.raises(ValueError, match=r"val_annotations\.txt: no class '(dgo)?' in train"):
+            images(DataConfig(name="imagefolder", image_size=16, batch_size=4), tmp_path)
 
 
 def test_prefetch_keeps_order_and_passes_errors_on() -> None:
@@ -320,6 +358,12 @@ def test_parallel_files(tmp_path: Path) -> None:
         load_data(DataConfig(name="text", dir="absent"), tmp_path)
 
 
+def test_only_a_line_feed_ends_a_line(tmp_path: Path) -> None:
+    (tmp_path / "train.de").write_bytes("\ufeffein\rHaus\r\nzwei\n".encode())
+    (tmp_path / "train.en").write_bytes("\ufeffa house\ntwo".encode())
+    assert read_pairs(tmp_path, "train", "de", "en") == (["ein\rHaus", "zwei"], ["a house", "two"])
+
+
 def test_text_batches_hold_every_pair_once_and_respect_the_budget() -> None:
     generator = np.random.default_rng(0)
     pairs = [([i + 3] * generator.integers(1, 30), [i + 3] * generator.integers(1, 30)) for i in range(300)]
@@ -354,6 +398,9 @@ def test_numbers_and_their_cached_tokenizer(tmp_path: Path) -> None:
     for a, b in zip(again.train.epoch(0), data.train.epoch(0)):
         assert torch.equal(a.source, b.source)
         assert torch.equal(a.target_out, b.target_out)
+    (tmp_path / "tokenizer.json").write_bytes(before[:100])
+    with pytest.raises(ValueError, match=r"tokenizer\.json is damaged .* begin again"):
+        load_data(config, cache=tmp_path)
     with pytest.raises(ValueError, match="are in 'en' and 'de'"):
         load_data(DataConfig(name="numbers", source="fr"))
     with pytest.raises(ValueError, match="splits train, val, test"):

@@ -41,6 +41,19 @@ def test_what_did_not_finish_is_not_a_result(tmp_path: Path) -> None:
     assert collect([tmp_path / "kept"]).results["fig3/l2_fp16"].diverged
 
 
+def test_what_is_not_a_result_of_this_preset_is_refused(tmp_path: Path) -> None:
+    write_run(tmp_path / "runs" / "short", "fig1/wd_on", preset="short", finished=False)
+    with pytest.raises(ValueError, match="none of the runs has finished, there are 1"):
+        publish([tmp_path / "runs"], tmp_path / "results" / "short")
+    write_run(tmp_path / "runs" / "short", "fig1/wd_off", preset="short")
+    with pytest.raises(
+        ValueError, match="wd_off/seed0 is of the preset short, not cifar: publish it with --preset short"
+    ):
+        publish([tmp_path / "runs" / "short" / "fig1"], tmp_path / "results" / "cifar")
+    assert not (tmp_path / "results").exists()
+    assert len(publish([tmp_path / "runs"], tmp_path / "results" / "short")) == 1
+
+
 def test_other_settings_are_not_overwritten(tmp_path: Path) -> None:
     write_run(tmp_path / "a", "fig1/wd_on", preset="quick")
     write_run(tmp_path / "b", "fig1/wd_off", preset="cifar")
@@ -108,8 +121,10 @@ def test_an_overview_tells_a_claim_once_from_its_longest_runs(tmp_path: Path) ->
 def test_mistakes_are_told(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no such folder"):
         redraw(tmp_path / "nowhere")
-    assert redraw(tmp_path) == []
-    assert (tmp_path / "README.md").read_text().startswith("# Results")
+    (tmp_path / "README.md").write_text("a project's")
+    with pytest.raises(ValueError, match="no published runs below it"):
+        redraw(tmp_path)
+    assert (tmp_path / "README.md").read_text() == "a project's"
     write_run(tmp_path / "runs", "fig1/wd_on")
     (file,) = publish([tmp_path / "runs"], tmp_path / "quick")
     readme = tmp_path / "README.md"
@@ -124,6 +139,12 @@ def test_mistakes_are_told(tmp_path: Path) -> None:
         assert readme.read_text() == text
     assert not (tmp_path / "quick" / "report").exists()
     lines = file.read_text().splitlines()
+    file.write_text("\n".join([*lines, "null"]))
+    with pytest.raises(ValueError, match=f"line {len(lines) + 1}: expected a JSON object, got null"):
+        collect([tmp_path / "quick"])
+    file.write_text('{"config": {}}\n')
+    with pytest.raises(ValueError, match="not the config of a run"):
+        collect([tmp_path / "quick"])
     file.write_text("\n".join(lines[1:]))
     with pytest.raises(ValueError, match="it has no config"):
         collect([tmp_path / "quick"])

@@ -219,10 +219,11 @@ def test_figures_of_an_earlier_report_go(tmp_path: Path) -> None:
     write_run(tmp_path / "runs", "fig1/wd_on")
     folder = tmp_path / "out" / "figures"
     folder.mkdir(parents=True)
-    for name in ("fig2-0.svg", "fig1-7.png", "mine.svg", "notes-1.txt"):
+    for name in ("fig2-0.svg", "fig1-7.png", "mine.svg", "notes-1.txt", "photo-1.png"):
         (folder / name).write_text("old")
     report = write_report([tmp_path / "runs"], tmp_path / "out", images=False)
-    assert {p.name for p in folder.iterdir()} == {"mine.svg", "notes-1.txt", *(p.name for p in report.figures)}
+    kept = {"mine.svg", "notes-1.txt", "photo-1.png"}  # the user's own
+    assert {p.name for p in folder.iterdir()} == kept | {p.name for p in report.figures}
 
 
 def test_what_differs_from_the_paper_is_said(tmp_path: Path) -> None:
@@ -291,11 +292,12 @@ def test_the_page_stands_alone_and_says_the_numbers(tmp_path: Path) -> None:
 def test_runs_of_your_own_get_a_section(tmp_path: Path) -> None:
     folder = write_run(tmp_path, "fig1/wd_on", final=0.97)
     config = json.loads((folder / "config.json").read_text())
-    config |= {"experiment": "mine", "cell": "try", "label": "My <try>"}
+    config |= {"experiment": "my runs", "cell": "try", "label": "My <try>"}
     (folder / "config.json").write_text(json.dumps(config))
     report = write_report([tmp_path], tmp_path / "out", images=False)
     page = report.html.read_text()
-    assert 'id="mine"' in page
+    assert 'id="my runs"' in page
+    assert "(figures/my%20runs-0.svg)" in report.markdown.read_text()
     assert "My &lt;try&gt;" in page
     assert "97.00 %" in page
     assert report.verdicts == ()
@@ -329,10 +331,61 @@ def test_bad_folders_are_told(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_a_cut_off_line_is_left_out(tmp_path: Path) -> None:
+def test_one_run_is_one_seed_however_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_run(tmp_path / "runs", "fig1/wd_on")
+    write_run(tmp_path / "runs", "fig1/wd_on", seed=1)
+    monkeypatch.chdir(tmp_path)
+    assert len(collect(["runs", tmp_path / "runs" / "fig1"]).runs) == 2
+    shutil.copytree(folder, tmp_path / "copy")
+    with pytest.raises(ValueError, match=r"fig1/wd_on has seed 0 more than once \(.*copy"):
+        collect(["runs", "copy"])
+
+
+def test_a_loss_of_zero_can_be_followed(tmp_path: Path) -> None:
+    for cell in ("wd_on", "corrected", "wd_off"):
+        folder = write_run(tmp_path, f"fig1/{cell}")
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        rows[-1]["train_loss"] = 1.0 if cell == "wd_off" else 0.0
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    claim = next(c for c in CLAIMS if c.rule == "follows" and c.a == "fig1/corrected")
+    assert judge(claim, collect([tmp_path])).verdict == "holds"
+
+
+def test_who_diverges_does_not_follow(tmp_path: Path) -> None:
+    write_run(tmp_path, "fig1/wd_on")
+    write_run(tmp_path, "fig1/wd_off", speed=0.5)
+    write_run(tmp_path, "fig1/corrected", diverge=True)
+    claim = next(c for c in CLAIMS if c.rule == "follows" and c.a == "fig1/corrected")
+    verdict = judge(claim, collect([tmp_path]))
+    assert (verdict.verdict, verdict.measured) == ("fails", "WD off, step-size correction diverged")
+
+
+def test_images_of_your_own_are_not_imagenet(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, "fig2/resnet18_l2", preset="full")
+    assert collect([tmp_path]).runs[0].val_examples == 50_000
+    config = json.loads((folder / "config.json").read_text())
+    config["data"]["dir"] = "/home/me/birds"
+    (folder / "config.json").write_text(json.dumps(config))
+    collection = collect([tmp_path])
+    assert collection.runs[0].val_examples is None
+    assert differences(collection.results.values()) == [("data", "birds", "ImageNet")]
+
+
+def test_more_digits_than_there_are_leave_a_validation_set(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, "fig1/wd_on")
+    config = json.loads((folder / "config.json").read_text())
+    config["data"]["train_size"] = 5000
+    (folder / "config.json").write_text(json.dumps(config))
+    number = collect([tmp_path]).results["fig1/wd_on"].final("accuracy")
+    assert number is not None
+    assert number.se == pytest.approx(100 * math.sqrt(0.9 * 0.1 / 360))
+
+
+@pytest.mark.parametrize("line", [b'{"epoch": 7, "val_a', b"null\n", b'{"val_acc": 3.0}\n', b"\xff\xfe\n"])
+def test_a_damaged_line_is_left_out(tmp_path: Path, line: bytes) -> None:
     folder = write_run(tmp_path, "fig1/wd_on", finished=False)
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write('{"epoch": 7, "val_a')
+    with (folder / "metrics.jsonl").open("ab") as file:
+        file.write(line)
     runs = collect([tmp_path])
     assert len(runs.unfinished) == 1
     assert [p[0] for p in runs.results["fig1/wd_on"].curve("error")] == [1, 2, 3, 4, 5, 6]

@@ -63,6 +63,25 @@ def test_a_folder_of_other_settings_is_left_alone_if_it_has_results(tmp_path: Pa
         planned("optim.epochs=6")
 
 
+def test_a_plan_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="fig1/wd_on would wait for itself"):
+        plan(["fig1"], "quick", tmp_path, overrides=["optim.reference=wd_on"])
+    with pytest.raises(ValueError, match=r"fig1/angular and fig1/wd_on would both run in .*fig1/x/seed0"):
+        plan(["fig1"], "quick", tmp_path, overrides=["cell=x"])
+    with pytest.raises(ValueError, match="no data set 'cifar': did you mean 'cifar10'"):
+        plan(["supp2"], "quick", tmp_path, data="cifar")
+
+
+def test_a_damaged_summary_does_not_finish_a_run(tmp_path: Path) -> None:
+    folder = plan(["fig4"], "quick", tmp_path)[0].folder
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(to_json(plan(["fig4"], "quick", tmp_path)[0].config))
+    (folder / "summary.json").write_text("{}")
+    assert plan(["fig4"], "quick", tmp_path)[0].state == "done"
+    (folder / "summary.json").write_text("")  # a machine that lost power
+    assert plan(["fig4"], "quick", tmp_path)[0].state == "waiting"
+
+
 def test_other_data_replaces_only_its_own_kind(tmp_path: Path) -> None:
     jobs = {job.id: job for job in plan(["fig1", "supp2"], "cifar", tmp_path, data="digits")}
     assert jobs["fig1/wd_on"].config.data.name == "digits"

@@ -20,7 +20,7 @@ from normmatters.lab.data import load_data
 from normmatters.lab.models import build_model
 from normmatters.lab.objective import Classification
 from normmatters.lab.regimes import build_regime, find_invariant, lr_factor
-from normmatters.lab.runlog import RunError, RunResult, read_json
+from normmatters.lab.runlog import RunError, RunResult, has_results, read_json
 from normmatters.lab.trainer import train
 from normmatters.optim.recording import Recording
 
@@ -112,6 +112,20 @@ def test_modes_of_figure_1(tmp_path: Path) -> None:
     assert norm["norm_schedule"] == pytest.approx(norm["wd_on"] * math.sqrt(10), rel=1e-2)  # F4
     with pytest.raises(ValueError, match="run that cell first"):
         train(small_run(optim={"mode": "corrected", "reference": "absent"}), tmp_path / "x" / "seed0")
+
+
+def test_a_reference_that_ends_before_the_run_or_is_damaged_is_refused(tmp_path: Path) -> None:
+    """Before the first step: the captured steps of a GPU would go on with the last row, and say nothing."""
+    train(small_run(optim={"epochs": 1}), tmp_path / "wd_on")
+    for mode in ("corrected", "norm_schedule"):
+        config = small_run(optim={"epochs": 2, "mode": mode, "reference": "wd_on"})
+        with pytest.raises(ValueError, match=r"optim.reference='wd_on': its norms were .* (\d+) steps, this run takes"):
+            train(config, tmp_path / mode)
+        assert not has_results(tmp_path / mode)
+    norms = tmp_path / "wd_on" / "norms.safetensors"
+    norms.write_bytes(norms.read_bytes()[:100])
+    with pytest.raises(ValueError, match=r"norms\.safetensors is damaged"):
+        train(config, tmp_path / "other")
 
 
 def test_angular_keeps_every_norm(tmp_path: Path) -> None:
@@ -256,6 +270,20 @@ def test_unwritable_folder_other_run_and_second_process(tmp_path: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(RunError, match="another process"):
             train(small_run(optim={"epochs": 1}), tmp_path / "run")
+
+
+def test_beginning_afresh_throws_away_runs_only(tmp_path: Path) -> None:
+    for name in ("checkpoints/mine.pt", "tensorboard/mine", "summary.json"):  # a project's own
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("mine")
+    with pytest.raises(ValueError, match=r"batch_size is 5000"):
+        train(small_run(data={"batch_size": 5000}), tmp_path, resume=False)
+    assert (tmp_path / "summary.json").read_text() == (tmp_path / "tensorboard" / "mine").read_text() == "mine"
+    train(small_run(optim={"epochs": 1}), tmp_path, resume=False)
+    first = rows(tmp_path)
+    train(small_run(optim={"epochs": 1}, seed=1), tmp_path, resume=False)
+    assert rows(tmp_path) != first
+    assert (tmp_path / "checkpoints" / "mine.pt").read_text() == "mine"
 
 
 def test_a_run_that_never_trained_leaves_its_folder_to_another(tmp_path: Path) -> None:

@@ -53,7 +53,10 @@ def run(
         raise ValueError(f"no benchmark is called {', '.join(map(repr, unknown))}; there are {', '.join(NAMES)}")
     benches = {name: _bench(name) for name in names}
     selection = harness.Selection.of(only, [axes for axes, _ in benches.values()])
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    try:
+        place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError:
+        raise ValueError(f"expected the device cpu or cuda, got {device!r}") from None
     if place.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device {device}: torch finds no GPU here")
     if place.type not in ("cpu", "cuda"):
@@ -62,6 +65,8 @@ def run(
         raise ValueError(f"jobs must not be negative, got {jobs}")
     if not smoke and share is None and out is None:
         out = RESULTS
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)  # that it cannot be is told now, not after the first row
     setup = harness.Setup(place, smoke, selection, share)
     bad: list[Row] = []
     for name, (_, rows) in benches.items():

@@ -196,6 +196,8 @@ def fill(text: str, results: Path) -> str:
         if not path.exists():
             raise ValueError(f"{path} does not exist: run `normmatters bench {match[2]}` first")
         data = json.loads(path.read_text(encoding="utf-8"))
+        if data.get("smoke"):
+            raise ValueError(f"{path} is of --smoke, whose times mean nothing: run `normmatters bench {match[2]}`")
         return f"{match[1]}{markdown(data, match[3].split())}\n{match[4]}"
 
     return _SECTION.sub(table, text)
@@ -207,8 +209,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--results", type=Path, default=Path("results/bench"), help="folder of the JSON files")
     chosen = parser.parse_args(arguments)
-    for path in chosen.files:
-        path.write_text(fill(path.read_text(encoding="utf-8"), chosen.results), encoding="utf-8")
+    try:
+        filled = {path: fill(path.read_text(encoding="utf-8"), chosen.results) for path in chosen.files}
+        for path, text in filled.items():
+            path.write_text(text, encoding="utf-8")
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
 
 
 if __name__ == "__main__":

@@ -45,12 +45,10 @@ def epochs(folder: Path) -> list[tuple[int, Path]]:
 def load(folder: Path, device: torch.device | str = "cpu") -> tuple[dict[str, Any] | None, list[str]]:
     """The newest undamaged state (None where there is none), and a line about each damaged one that was passed over."""
     damaged = []
-    for stray in folder.glob(".*.tmp"):  # of a process that was killed while it wrote
-        stray.unlink(missing_ok=True)
     for epoch, path in reversed(epochs(folder)):
         try:
             data = path.read_bytes()
-            expected = path.with_suffix(".sha256").read_text().strip()
+            expected = path.with_suffix(".sha256").read_bytes().decode(errors="replace").strip()
         except OSError as error:
             damaged.append(f"checkpoint of epoch {epoch}: {error.strerror} ({error.filename})")
             continue

@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -35,7 +35,7 @@ class DataConfig:
 
     ``dir`` is the set's folder below the data directory (or an absolute path); every set has a usual one.
     ``augment``: ``True`` is what is usual for the set, or "none", "crop" (pad and crop), "crop_flip", "resized_crop".
-    ``train_size``/``val_size`` keep only that many examples (the first ones of a fixed shuffle).
+    ``train_size``/``val_size`` keep only that many examples (the first ones of a fixed shuffle; of text, of the file).
     ``tokens`` is the number of target tokens of one batch of text.
     """
 
@@ -250,6 +250,34 @@ def _parse_value(text: str) -> Any:
         return text
 
 
+_RANGES: tuple[tuple[str, Callable[[float], bool], dict[str, tuple[str, ...]]], ...] = (
+    (
+        "at least 1",
+        lambda v: v >= 1,
+        {
+            "data": (
+                *("batch_size", "eval_batch_size", "image_size", "train_size", "val_size"),
+                *("vocab_size", "tokens", "max_length"),
+            ),
+            "model": ("k", "layers", "d_model", "heads", "d_ff"),
+            "optim": ("epochs",),
+            "runtime": ("threads", "checkpoint_every", "keep_checkpoints", "eval_every", "beam", "side_by_side"),
+        },
+    ),
+    (
+        "a positive number",
+        lambda v: 0 < v < math.inf,
+        {"model": ("width", "rho"), "optim": ("lr", "eps", "gamma", "clip_norm", "angle")},
+    ),
+    (
+        "zero or more",
+        lambda v: 0 <= v < math.inf,
+        {"optim": ("weight_decay", "last_layer_weight_decay", "warmup_steps")},
+    ),
+    ("in [0, 1)", lambda v: 0 <= v < 1, {"model": ("dropout",), "optim": ("momentum", "label_smoothing")}),
+)
+
+
 def _check_values(config: RunConfig, origin: str) -> None:
     data, model, optim, runtime = config.data, config.model, config.optim, config.runtime
 
@@ -257,12 +285,14 @@ def _check_values(config: RunConfig, origin: str) -> None:
         if not ok:
             raise ValueError(f"{origin}: {key} must be {what}, got {value!r}")
 
-    for key in ("batch_size", "eval_batch_size", "tokens", "max_length"):
-        need(getattr(data, key) >= 1, f"data.{key}", "at least 1", getattr(data, key))
-    for section, keys in ((data, ("train_size", "val_size", "image_size")), (runtime, ("threads",))):
-        for key in keys:
-            value = getattr(section, key)
-            need(value is None or value >= 1, f"{'data' if section is data else 'runtime'}.{key}", "at least 1", value)
+    for what, inside, sections in _RANGES:
+        for section, keys in sections.items():
+            for key in keys:
+                value = getattr(getattr(config, section), key)
+                need(value is None or inside(value), f"{section}.{key}", what, value)
+    need(-(2**63) <= config.seed < 2**63, "seed", "a whole number of 64 bits", config.seed)
+    need(runtime.checkpoint_seconds >= 0, "runtime.checkpoint_seconds", "zero or more", runtime.checkpoint_seconds)
+    need(math.isfinite(runtime.length_penalty), "runtime.length_penalty", "finite", runtime.length_penalty)
     augments = ("none", "crop", "crop_flip", "resized_crop")
     need(
         isinstance(data.augment, bool) or data.augment in augments,
@@ -270,20 +300,14 @@ def _check_values(config: RunConfig, origin: str) -> None:
         f"a bool or {augments}",
         data.augment,
     )
-    for key in ("lr", "eps", "gamma"):
-        value = getattr(optim, key)
-        need(math.isfinite(value) and value > 0, f"optim.{key}", "a positive number", value)
-    need(0 <= optim.momentum < 1, "optim.momentum", "in [0, 1)", optim.momentum)
     need(
         len(optim.betas) == 2 and all(0 <= b < 1 for b in optim.betas),
         "optim.betas",
         "two numbers in [0, 1)",
         optim.betas,
     )
-    need(optim.weight_decay >= 0, "optim.weight_decay", "zero or more", optim.weight_decay)
-    need(optim.epochs >= 1, "optim.epochs", "at least 1", optim.epochs)
-    need(0 <= optim.label_smoothing < 1, "optim.label_smoothing", "in [0, 1)", optim.label_smoothing)
-    need(list(optim.milestones) == sorted(optim.milestones), "optim.milestones", "in rising order", optim.milestones)
+    rising = list(optim.milestones) == sorted(m for m in optim.milestones if 0 <= m < math.inf)
+    need(rising, "optim.milestones", "epochs in rising order", optim.milestones)
     if optim.mode == "corrected":
         need(optim.reference is not None, "optim.reference", "the cell whose norms are followed (mode corrected)", None)
     if optim.mode in ("angular", "wd_free") and optim.angle is None:
@@ -294,8 +318,6 @@ def _check_values(config: RunConfig, origin: str) -> None:
         need(optim.name == "sgd", "optim.name", "sgd with mode wd_free", optim.name)
     if config.precision.arithmetic is not None:
         need(model.norm != "native", "model.norm", "one of ours: precision.arithmetic is theirs", model.norm)
-    need(model.width > 0, "model.width", "positive", model.width)
-    need(model.rho > 0, "model.rho", "positive", model.rho)
     bounded = model.weight_norm not in ("none", "wn")
     need(model.rho == 1 or bounded, "model.rho", "1 without a bounded weight norm", model.rho)
     scale = model.norm_input_scale
@@ -307,7 +329,6 @@ def _check_values(config: RunConfig, origin: str) -> None:
     need(plain or model.name == "lstm", "model.attention", "dot in networks other than an LSTM", model.attention)
     if model.activation == "trelu":  # it rescales what it is given, so a chain of shortcuts would explode
         need(model.name in ("small_cnn", "vgg11"), "model.name", "small_cnn or vgg11 with activation trelu", model.name)
-    need(model.k >= 1, "model.k", "at least 1", model.k)
     if model.norm == "lp":
         need(model.p is not None and model.p >= 1, "model.p", "a number >= 1 with norm lp", model.p)
     if isinstance(model.constant, str):
@@ -318,8 +339,6 @@ def _check_values(config: RunConfig, origin: str) -> None:
     text = data.name in TEXT
     translator = model.name in get_args(TextModel)
     need(text == translator, "model.name", f"a model for {'text' if text else 'images'} ({data.name})", model.name)
-    for key in ("checkpoint_every", "keep_checkpoints", "eval_every", "beam", "side_by_side"):
-        need(getattr(runtime, key) >= 1, f"runtime.{key}", "at least 1", getattr(runtime, key))
 
 
 def to_dict(config: RunConfig) -> dict[str, Any]:

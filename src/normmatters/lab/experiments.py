@@ -24,6 +24,7 @@ from typing import Any
 
 from normmatters.lab import config as _config
 from normmatters.lab.config import RunConfig
+from normmatters.lab.schema import build
 
 __all__ = [
     "PRESETS",
@@ -78,8 +79,11 @@ class Cell:
         """The id of the cell whose run gives this cell's number: its own unless ``same_as`` says otherwise."""
         return self.same_as or self.id
 
-    def config(self, preset: str = "full", seed: int = 0, overrides: Iterable[str] = ()) -> RunConfig:
-        """The run of this cell at one scale of data. A cell that is the same as another gives that one's run."""
+    def config(self, preset: str = "full", seed: int | None = None, overrides: Iterable[str] = ()) -> RunConfig:
+        """The run of this cell at one scale of data; ``seed`` None is the file's own, 0 where it has none.
+
+        A cell that is the same as another gives that one's run.
+        """
         check_preset(preset)
         if self.same_as:
             return load_cell(self.same_as).config(preset, seed, overrides)
@@ -87,7 +91,9 @@ class Cell:
         for name in ("cifar", "short") if preset == "short" else (preset,):
             table = _config._merge(table, dict(self.presets.get(name, {})))
         origin = f"{self.path} (preset {preset})"
-        return _config.apply_overrides(_config.from_dict({**table, "seed": seed}, origin), overrides)
+        if seed is not None:
+            table["seed"] = seed
+        return _config.apply_overrides(_config.from_dict(table, origin), overrides)
 
 
 def check_preset(name: str) -> None:
@@ -124,18 +130,22 @@ def load_file(path: str | Path) -> Cell:
     """Read one cell file. Unknown keys are errors, in the preset tables as well."""
     path = Path(path)
     table = _config._read_toml(path, ())
-    paper = _fields(Paper, table.pop("paper", {}), f"{path}: [paper]")
+    paper = build(Paper, table.pop("paper", {}), "paper.", str(path))
     if paper.metric not in _METRICS:
         raise ValueError(f"{path}: [paper] metric {paper.metric!r}{suggest(paper.metric, _METRICS)}")
     presets = table.pop("preset", {})
     same_as = table.pop("same_as", None)
     only = table.pop("only", list(PRESETS))
+    if not isinstance(same_as, str | None):
+        raise ValueError(f"{path}: same_as must be a cell such as 'fig1/wd_on', got {same_as!r}")
     if not isinstance(only, list):
         raise ValueError(f"{path}: only must be a list of presets, got {only!r}")
+    if not isinstance(presets, Mapping) or not all(isinstance(change, Mapping) for change in presets.values()):
+        raise ValueError(f"{path}: expected tables such as [preset.quick], got preset = {presets!r}")
     for what, names in (("[preset.{}]", presets), ("only = [{!r}]", only)):
         for name in names:
             if name not in PRESETS:
-                raise ValueError(f"{path}: {what.format(name)}{suggest(name, PRESETS)}")
+                raise ValueError(f"{path}: {what.format(name)}{suggest(str(name), PRESETS)}")
     experiment, name = table.setdefault("experiment", path.resolve().parent.name), table.setdefault("cell", path.stem)
     cell = Cell(f"{experiment}/{name}", table.get("label") or name, path, table, presets, paper, same_as, tuple(only))
     if same_as is None:
@@ -165,13 +175,3 @@ def load_cells(experiments: Iterable[str] = ()) -> list[Cell]:
             raise ValueError(f"no experiment {experiment!r}{suggest(experiment, [*names, 'all'])}")
         cells += [load_cell(f"{experiment}/{p.stem}") for p in sorted((folder() / experiment).glob("[!_]*.toml"))]
     return cells
-
-
-def _fields(kind: type[Paper], table: Any, origin: str) -> Paper:
-    known = list(kind.__dataclass_fields__)
-    if not isinstance(table, Mapping):
-        raise ValueError(f"{origin} must be a table, got {table!r}")
-    for key in table:
-        if key not in known:
-            raise ValueError(f"{origin}: unknown key {key!r}{suggest(key, known)}")
-    return kind(**table)

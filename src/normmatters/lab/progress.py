@@ -89,8 +89,8 @@ class RunsView:
             self.progress.remove_task(self._tasks.pop(key))
         name = f"{job.id} [dim]seed {job.seed}[/]"
         if job.state == "done":
-            epochs, row = job.progress()
-            text = metric_text(row) if epochs else "diverged"
+            _, row = job.progress()
+            text = metric_text(row) if (job.folder / "summary.json").exists() else "diverged"
             self.console.print(f"[green]✓[/] {name}  {text}", highlight=False)
         else:
             reason = "for the same reason" if job.reason in self._reasons else escape(job.reason)

@@ -34,10 +34,17 @@ def publish(runs: Iterable[str | Path], out: str | Path) -> list[Path]:
     """Write every finished (or diverged) run below ``runs`` to ``out``; the files that were written or replaced.
 
     Raises:
-        ValueError: ``out`` holds a run of the same cell and seed with other settings. Nothing is written then.
+        ValueError: none has finished; a run lies in a folder of another preset than ``out`` is named after; or ``out``
+            holds a run of the same cell and seed with other settings. Nothing is written then.
     """
-    out = Path(out)
-    chosen = [run for run in collect(runs).runs if run.finished or run.diverged]
+    out, found = Path(out), collect(runs).runs
+    chosen = [run for run in found if run.finished or run.diverged]
+    if not chosen:
+        raise ValueError(f"none of the runs has finished, there are {len(found)}")
+    for run in chosen:
+        preset = "".join(run.path.resolve().parts[:-3][-1:])
+        if {preset, out.name} <= {*PRESETS} and preset != out.name:
+            raise ValueError(f"{run.path} is of the preset {preset}, not {out.name}: publish it with --preset {preset}")
     files = {run.path: out / run.cell_id / f"seed{run.seed}{PUBLISHED}" for run in chosen}
     for run in chosen:
         file = files[run.path]
@@ -85,6 +92,8 @@ def redraw(results: str | Path, pages: Iterable[str | Path] = ()) -> list[Report
     if not results.is_dir():
         raise ValueError(f"{results}: no such folder")
     presets = [name for name in PRESETS if any((results / name).rglob(f"*{PUBLISHED}"))]
+    if not presets:  # and another README.md may be there
+        raise ValueError(f"{results}: no published runs below it; `normmatters publish RUNS` adds some")
     texts = {Path(page): _parts(Path(page)) for page in pages}
     reports = [
         write_report([results / p], results / p / "report", command="make report", images=False) for p in presets

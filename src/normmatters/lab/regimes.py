@@ -54,10 +54,19 @@ def find_recording(run_dir: Path, config: RunConfig, reference_dir: Path | None 
     places += [run_dir.parent / name, run_dir.parent.parent / name / run_dir.name, Path(name)]
     for place in places:
         if (place / "norms.safetensors").is_file():
-            return Recording.load(place / "norms.safetensors")
+            return _load_recording(place / "norms.safetensors")
     raise ValueError(
         f"optim.reference={name!r}: no recorded norms; run that cell first (looked in {', '.join(map(str, places))})"
     )
+
+
+def _load_recording(file: Path) -> Recording:
+    from safetensors import SafetensorError
+
+    try:
+        return Recording.load(file)
+    except SafetensorError as error:
+        raise ValueError(f"{file} is damaged: {error}") from None
 
 
 class Regime:
@@ -164,6 +173,11 @@ def build_regime(
 ) -> Regime:
     """Optimizer, schedule and recorder for ``model`` (not wrapped by DDP or compile)."""
     optim = config.optim
+    needed = optim.epochs * steps_per_epoch
+    # fp16 leaves out steps that overflow, in the reference as well
+    if recording is not None and recording.steps[-1] < needed and config.precision.amp != "fp16":
+        told = f"its norms were recorded for {int(recording.steps[-1])} steps, this run takes {needed}"
+        raise ValueError(f"optim.reference={optim.reference!r}: {told}")
     device = next(model.parameters()).device
     capture = device.type == "cuda" and config.runtime.compile == "cudagraph"
     # Only torch's fused SGD and Adam look at fp16's overflow themselves; for the others the scaler asks on the host.

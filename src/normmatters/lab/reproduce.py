@@ -15,11 +15,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from normmatters.lab import config as _config
-from normmatters.lab.config import TEXT, RunConfig
-from normmatters.lab.experiments import check_preset, load_cell, load_cells
+from normmatters.lab.config import TEXT, DataName, RunConfig
+from normmatters.lab.experiments import check_preset, load_cell, load_cells, suggest
 from normmatters.lab.memory import check_memory
 from normmatters.lab.runlog import has_results, read_json
 from normmatters.lab.worker import Worker, Workers
@@ -84,21 +84,29 @@ def plan(
     if seeds < 1:
         raise ValueError(f"seeds must be at least 1, got {seeds}")
     check_preset(preset)
+    if data is not None and data not in get_args(DataName):
+        raise ValueError(f"no data set {data!r}{suggest(data, get_args(DataName))}")
     experiments, out, overrides = list(experiments), Path(out), list(overrides)
     wanted = list(dict.fromkeys(cell.source for cell in load_cells(experiments) if preset in cell.only))
     if not wanted:
         raise ValueError(f"no cell of {', '.join(experiments)} is run at the preset {preset}: try short, cifar or full")
     jobs: dict[Path, Job] = {}
 
-    def add(id: str, seed: int) -> Job:
+    def add(id: str, seed: int, asking: tuple[str, ...] = ()) -> Job:
+        if id in asking:
+            raise ValueError(f"optim.reference: {id} would wait for itself ({' -> '.join((*asking, id))})")
         config = load_cell(id).config(preset, seed, overrides)
         if data is not None and (data in TEXT) == (config.data.name in TEXT):
             config = _config.apply_overrides(config, [f"data.name={data}", "data.dir=null"])
         needs = None
         if config.optim.reference is not None:
-            needs = add(f"{config.experiment}/{config.optim.reference}", seed).folder
+            reference = load_cell(f"{config.experiment}/{config.optim.reference}").source
+            needs = add(reference, seed, (*asking, id)).folder
         folder = run_folder(out, config)
-        return jobs.setdefault(folder, Job(id, config, folder, needs))
+        job = jobs.setdefault(folder, Job(id, config, folder, needs))
+        if job.id != id:
+            raise ValueError(f"{job.id} and {id} would both run in {folder}: leave experiment and cell as they are")
+        return job
 
     for seed in range(seeds):  # one seed of everything before the next: a stopped plan leaves whole figures
         for id in wanted:
@@ -128,7 +136,9 @@ def _check_folder(job: Job) -> None:
 
 def _ended(folder: Path) -> bool:
     """Finished, or diverged, which is a result too: it would diverge again."""
-    return (folder / "summary.json").exists() or (read_json(folder / "error.json") or {}).get("kind") == "nan"
+    return (
+        read_json(folder / "summary.json") is not None or (read_json(folder / "error.json") or {}).get("kind") == "nan"
+    )
 
 
 @contextlib.contextmanager

@@ -124,10 +124,12 @@ class RunFolder:
         self.clear()
 
     def clear(self) -> None:
-        """Throw away what the folder holds."""
-        for name in ("metrics.jsonl", "summary.json", "error.json", "norms.safetensors", "tokenizer.json"):
+        """Throw away what the folder holds of a run. How it ended goes first: half of it must not look finished."""
+        if not (self.path / "config.json").is_file():
+            return  # no run has been here, and what lies here is somebody's
+        for name in ("summary.json", "error.json", "metrics.jsonl", "norms.safetensors", "tokenizer.json"):
             (self.path / name).unlink(missing_ok=True)
-        for item in self.checkpoints.iterdir():
+        for item in (*self.checkpoints.glob("epoch-*.pt"), *self.checkpoints.glob("epoch-*.sha256")):
             item.unlink()
         shutil.rmtree(self.path / "tensorboard", ignore_errors=True)
 
@@ -135,6 +137,9 @@ class RunFolder:
         """Write what is run; ``fresh`` throws away what the folder held."""
         if fresh:
             self.clear()
+        for folder in (self.path, self.checkpoints):
+            for stray in folder.glob(".*.[0-9]*.tmp"):  # of a process that was killed while it wrote
+                stray.unlink(missing_ok=True)
         (self.path / "error.json").unlink(missing_ok=True)
         write_atomic(self.path / "config.json", to_json(config).encode())
         write_atomic(self.path / "environment.json", _json(environment(device)))
@@ -187,13 +192,16 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The epochs of a ``metrics.jsonl``; a last line that was cut off is left out."""
-    rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    """The epochs of a ``metrics.jsonl``, none where there is no file; what follows a damaged line is left out."""
+    rows: list[dict[str, Any]] = []
+    for line in path.read_bytes().splitlines() if path.exists() else ():
         try:
-            rows.append(json.loads(line))
-        except ValueError:
+            row = json.loads(line)
+        except ValueError:  # the line that was being written when the run was killed
             break
+        if not isinstance(row, dict) or "epoch" not in row:
+            break
+        rows.append(row)
     return rows
 
 

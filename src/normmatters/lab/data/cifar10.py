@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import os
 import tarfile
 import tempfile
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -68,20 +70,33 @@ def find(data_dir: Path) -> Path | None:
 def prepare(data_dir: Path, *, url: str = URL, progress: Callable[[int, int], None] | None = None) -> Path:
     """Make sure that ``data_dir`` holds the files: those there, else the archive there, else the download.
 
-    Nothing half written is left: files arrive under temporary names and are renamed once they are checked.
+    Nothing half written is left: files arrive under temporary names and are renamed once they are checked. Of runs
+    side by side one does it, and the others wait.
     """
-    if (found := find(data_dir)) is not None:
-        for name in SHA256:
-            _read(found / name)
-        return found
     try:
         data_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"cannot create the data folder {data_dir}: {error}") from None
-    archive = data_dir / ARCHIVE
-    if not archive.is_file():
-        _download(url, archive, progress)
-    return _unpack(archive, data_dir)
+    with _locked(data_dir):
+        if (found := find(data_dir)) is not None:
+            for name in SHA256:
+                _read(found / name)
+            return found
+        archive = data_dir / ARCHIVE
+        if not archive.is_file():
+            _download(url, archive, progress)
+        return _unpack(archive, data_dir)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)  # which also unlocks
 
 
 def _md5(path: Path) -> str:

@@ -17,16 +17,18 @@ _SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp"}
 
 
 class ArraySource:
-    """``x`` uint8 (N, C, H, W) or (N, H, W, C), memory-mapped, resized to ``size`` (None: as it is) when it is read."""
+    """``x`` uint8 (N, 3, H, W) or (N, H, W, 3), memory-mapped, resized to ``size`` (None: as it is) when it is read."""
 
     def __init__(self, x: np.ndarray, y: np.ndarray, size: int | None, name: str) -> None:
-        if x.dtype != np.uint8 or x.ndim != 4:
-            raise ValueError(f"{name}: expected uint8 images of 4 dimensions, got {x.dtype} {x.shape}")
+        if x.dtype != np.uint8 or x.ndim != 4 or len(x) == 0 or 3 not in (x.shape[1], x.shape[3]):
+            told = "expected uint8 images (N, 3, H, W) or (N, H, W, 3)"
+            raise ValueError(f"{name}: {told}, got {x.dtype} {x.shape}")
         if len(x) != len(y) or y.ndim != 1:
             raise ValueError(f"{name}: {len(x)} images but labels of shape {y.shape}")
+        if y.dtype.kind not in "iu" or y.min() < 0:
+            raise ValueError(f"{name}: expected labels 0, 1, 2, ..., got {y.dtype} from {y.min()}")
         self.x = x
-        self.channels_first = x.shape[1] in (1, 3)
-        self.channels = x.shape[1] if self.channels_first else x.shape[3]
+        self.channels_first, self.channels = x.shape[1] == 3, 3
         stored = x.shape[2]
         self.size = size or stored
         self.labels = torch.from_numpy(np.asarray(y).astype(np.int64))
@@ -82,17 +84,23 @@ def open_splits(folder: Path, size: int | None) -> tuple[ArraySource | FolderSou
     if (folder / "train_x.npy").is_file():
         train, val = (_arrays(folder, split, size) for split in ("train", "val"))
         return train, val, 1 + int(torch.maximum(train.labels.max(), val.labels.max()))
-    classes = sorted(p.name for p in (folder / "train").glob("*") if p.is_dir())
+    classes = _classes(folder / "train")
     if not classes:
         raise ValueError(f"{folder}: expected train_x.npy and train_y.npy, or folders train/CLASS of images")
     number = {name: label for label, name in enumerate(classes)}
     sources = []
     for split in ("train", "val"):
+        if more := {*_classes(folder / split)} - {*classes, "images"}:  # Tiny-ImageNet's validation set is in images
+            raise ValueError(f"{folder / split}: classes that train has not: {', '.join(sorted(more)[:5])}")
         files, labels = _files(folder / split, number)
         if not files:
             raise ValueError(f"{folder / split}: no images found")
         sources.append(FolderSource(files, labels, size or 224))
     return sources[0], sources[1], len(classes)
+
+
+def _classes(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.glob("[!.]*") if p.is_dir())
 
 
 def _arrays(folder: Path, split: str, size: int | None) -> ArraySource:
@@ -107,7 +115,10 @@ def _arrays(folder: Path, split: str, size: int | None) -> ArraySource:
 def _files(folder: Path, number: dict[str, int]) -> tuple[list[Path], list[int]]:
     annotations = folder / "val_annotations.txt"  # Tiny-ImageNet names its validation classes in a table
     if annotations.is_file():
-        rows = [line.split("\t")[:2] for line in annotations.read_text().splitlines() if line]
+        rows = [[*line.split("\t"), ""][:2] for line in annotations.read_text().splitlines() if line]
+        if unknown := [label for _, label in rows if label not in number]:
+            told = f"{annotations}: no class {unknown[0]!r} in train"
+            raise ValueError(f"{told}; a line has an image, a tab and its class")
         return [folder / "images" / name for name, _ in rows], [number[label] for _, label in rows]
     pairs = [
         (path, label)

@@ -44,7 +44,8 @@ def read_pairs(folder: Path, split: str, source: str, target: str) -> Pairs:
     for language in (source, target):
         path = folder / f"{split}.{language}"
         try:
-            text = path.read_text(encoding="utf-8")
+            # not as text, for which a carriage return inside a line, such as web pages leave, would end it
+            text = path.read_bytes().decode("utf-8-sig")
         except FileNotFoundError:
             have = ", ".join(sorted(p.name for p in folder.glob(f"*.{language}"))) or "none"
             raise ValueError(f"no parallel text {path} (files for {language!r} there: {have})") from None
@@ -69,7 +70,11 @@ def make_tokenizer(lines: list[str], vocab_size: int, learned: str | None = None
     except ImportError:
         raise ValueError('text needs tokenizers: pip install "normmatters[lab]"') from None
     if learned is not None:
-        return Tokenizer.from_str(learned)
+        try:
+            return Tokenizer.from_str(learned)
+        except Exception as error:  # tokenizers raises nothing more special
+            told = f"the run's tokenizer.json is damaged ({error})"
+            raise ValueError(f"{told}: begin again (--fresh, resume=False)") from None
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

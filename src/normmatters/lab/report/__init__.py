@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from normmatters.lab.experiments import experiment_names
 from normmatters.lab.report.collect import Collection, collect
 from normmatters.lab.report.figures import png, svg
 from normmatters.lab.report.html import charts, experiments_of, page
 from normmatters.lab.report.judge import Verdict, judge_all, not_run
 from normmatters.lab.report.markdown import markdown
+from normmatters.lab.runlog import write_atomic
 
 __all__ = ["Collection", "Report", "Verdict", "collect", "judge_all", "write_report"]
 
-_FIGURE = re.compile(r"\w+-\d+\.(svg|png)")
+_FIGURE = re.compile(r"(\w+)-\d+\.(svg|png)")
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,8 @@ class Report:
 def write_report(runs: Iterable[str | Path], out: str | Path, *, command: str = "", images: bool = True) -> Report:
     """Turn the run folders below ``runs`` into ``out/report.html``, ``out/report.md`` and ``out/figures/*``.
 
-    Everything is read before anything is written, and each file is replaced in one step; figures of an earlier report
-    that this one does not have are removed.
+    Everything is read before anything is written, and each file is replaced in one step; the paper's figures of an
+    earlier report that this one does not have are removed.
 
     >>> write_report(["runs/quick"], "runs/quick/report").html        # doctest: +SKIP
     PosixPath('runs/quick/report/report.html')
@@ -54,14 +55,13 @@ def write_report(runs: Iterable[str | Path], out: str | Path, *, command: str = 
                 figures.append(path)
     html = _write(Path(out) / "report.html", page(collection, verdicts, missing, command))
     text = _write(Path(out) / "report.md", markdown(collection, verdicts, missing))
-    for path in folder.iterdir():
-        if path not in figures and _FIGURE.fullmatch(path.name):
+    for path in folder.iterdir():  # there may be pictures of the user's own among them
+        ours = _FIGURE.fullmatch(path.name)
+        if path not in figures and ours and ours[1] in experiment_names():
             path.unlink()
     return Report(html, text, tuple(figures), tuple(verdicts), missing, collection)
 
 
 def _write(path: Path, text: str) -> Path:
-    part = path.with_name(path.name + ".part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)
+    write_atomic(path, text.encode())
     return path

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import statistics
@@ -15,6 +14,7 @@ from normmatters.lab import config as _config
 from normmatters.lab import experiments
 from normmatters.lab.claims import CLAIMS
 from normmatters.lab.experiments import Cell, Paper
+from normmatters.lab.runlog import read_metrics
 
 __all__ = ["METRICS", "Collection", "Metric", "Number", "Result", "Run", "collect", "describe", "differences"]
 
@@ -106,7 +106,10 @@ class Run:
     def val_examples(self) -> int | None:
         """How many images the validation set has; None for text and for sets of the user's own."""
         data = self.config["data"]
-        whole = {"digits": 1797 - (data.get("train_size") or 1437), "cifar10": 10_000, "tiny_imagenet": 10_000}
+        if _own_images(data):
+            return None
+        trained = min(data.get("train_size") or 1437, 1437)
+        whole = {"digits": 1797 - trained, "cifar10": 10_000, "tiny_imagenet": 10_000}
         whole["imagefolder"] = 50_000
         size = whole.get(data["name"])
         return size if size is None else min(size, data.get("val_size") or size)
@@ -208,8 +211,8 @@ def collect(paths: Iterable[str | Path]) -> Collection:
         found = sorted({p.parent for p in path.rglob("config.json")} | {*path.rglob(f"*{PUBLISHED}")})
         if not found:
             raise ValueError(f"{path}: no run folders below it (a run folder has a config.json)")
-        new = [p for p in found if p not in {r.path for r in runs}]
-        runs += [_read(p) if p.is_dir() else read_published(p) for p in new]
+        known = {r.path.resolve() for r in runs}
+        runs += [_read(p) if p.is_dir() else read_published(p) for p in found if p.resolve() not in known]
     by_cell: dict[str, list[Run]] = {}
     for run in runs:
         by_cell.setdefault(run.cell_id, []).append(run)
@@ -217,6 +220,10 @@ def collect(paths: Iterable[str | Path]) -> Collection:
         if len({_identity(run) for run in group}) > 1:
             where = ", ".join(str(run.path) for run in group[:4])
             raise ValueError(f"{id} has runs of different settings ({where}): report one folder at a time")
+        twice = [run for run in group if sum(run.seed == other.seed for other in group) > 1]
+        if twice:  # which would count as two seeds, and halve the noise
+            where = ", ".join(str(run.path) for run in twice[:4])
+            raise ValueError(f"{id} has seed {twice[0].seed} more than once ({where}): report one of them")
     cells = {cell.id: cell for cell in experiments.load_cells()}
     results = {
         id: Result(cell, tuple(sorted(by_cell[cell.source], key=lambda r: r.seed)))
@@ -243,20 +250,28 @@ def read_published(path: Path) -> Run:
             record = json.loads(line)
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: not JSON: {error}") from None
+        if not isinstance(record, dict):
+            raise ValueError(f"{path}, line {number}: expected a JSON object, got {line[:40]}")
         if "epoch" in record:
             rows.append(record)
         else:
             parts |= record
     if parts["config"] is None:
         raise ValueError(f"{path}: not a published run: it has no config")
-    return Run(path, parts["config"], parts["environment"], rows, parts["summary"], parts["error"])
+    config = _whole(parts["config"], path)
+    return Run(path, config, parts["environment"], rows, parts["summary"], parts["error"])
+
+
+def _whole(config: Any, path: Path) -> dict[str, Any]:
+    """The config, checked; a setting that is younger than the run has its default."""
+    if not isinstance(config, dict) or not {"experiment", "cell", "seed"} <= config.keys():
+        raise ValueError(f"{path}: not the config of a run (experiment, cell and seed are needed)")
+    found: dict[str, Any] = json.loads(_config.to_json(_config.from_dict(config, str(path))))
+    return found
 
 
 def _identity(run: Run) -> str:
-    config = run.config
-    with contextlib.suppress(ValueError, TypeError):  # a setting that is younger than the run has its default there
-        config = _config.to_dict(_config.from_dict(config, str(run.path)))
-    config = {k: v for k, v in config.items() if k not in ("seed", "label", "runtime")}
+    config = {k: v for k, v in run.config.items() if k not in ("seed", "label", "runtime")}
     return json.dumps(config, sort_keys=True)
 
 
@@ -270,16 +285,8 @@ def _read(folder: Path) -> Run:
             raise ValueError(f"{folder / name}: cannot be read as JSON: {error}") from None
         return value if isinstance(value, dict) else None
 
-    config = table("config.json")
-    if config is None or not {"experiment", "cell", "seed"} <= config.keys():
-        raise ValueError(f"{folder / 'config.json'}: not the config of a run (experiment, cell and seed are needed)")
-    rows = []
-    if (folder / "metrics.jsonl").exists():
-        for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
-            try:
-                rows.append(json.loads(line))
-            except ValueError:  # the line that was being written when the run was killed
-                break
+    config = _whole(table("config.json"), folder / "config.json")
+    rows = read_metrics(folder / "metrics.jsonl")
     return Run(folder, config, table("environment.json") or {}, rows, table("summary.json"), table("error.json"))
 
 
@@ -299,11 +306,17 @@ _MODELS = {
 }
 
 
+def _own_images(data: dict[str, Any]) -> str:
+    """The name of a folder of images of the user's own; empty for ImageNet and all other sets."""
+    folder = Path(data.get("dir") or "imagenet").name
+    return folder if data["name"] == "imagefolder" and folder != "imagenet" else ""
+
+
 def describe(config: dict[str, Any]) -> dict[str, str]:
     """The settings of a run that a reader asks for first, in words."""
     data, model, optim = config["data"], config["model"], config["optim"]
-    name = data["name"]
-    if name == "text":
+    name = _own_images(data) or data["name"]
+    if data["name"] == "text":
         folder = str(data.get("dir") or "parallel text").rpartition("/")[2]
         name = {"wmt14": "WMT14", "multi30k": "Multi30k"}.get(folder, folder) + f" {data['source']}-{data['target']}"
     network = str(model["name"])

@@ -134,6 +134,8 @@ def _sooner(claim: Claim, a: Result, b: Result) -> Verdict:
 def _follows(claim: Claim, a: Result, b: Result, c: Result | None) -> Verdict:
     if c is None or not c.done:
         return Verdict(claim, "open", f"no finished run of {claim.c}")
+    if a.diverged or b.diverged:
+        return Verdict(claim, "fails", f"{(b if b.diverged else a).cell.label} diverged")
     here, other = _gap(a, b), _gap(c, b)
     if here is None or other is None:
         return Verdict(claim, "open", "no common epochs")
@@ -146,8 +148,9 @@ def _gap(a: Result, b: Result) -> float | None:
 
     Not the validation error: at a large step size it jumps with the lag of the running statistics.
     """
-    other = {epoch: mean for epoch, mean, *_ in b.curve("loss")}
-    gaps = [abs(math.log(mean / other[epoch])) for epoch, mean, *_ in a.curve("loss") if epoch in other]
+    # a loss can be 0 in float32, where each example's logit is ahead by 17 or more
+    curves = [{epoch: math.log(max(mean, 1e-12)) for epoch, mean, *_ in r.curve("loss")} for r in (a, b)]
+    gaps = [abs(value - curves[1][epoch]) for epoch, value in curves[0].items() if epoch in curves[1]]
     return sum(gaps) / len(gaps) if gaps else None
 
 

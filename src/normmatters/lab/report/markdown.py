@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from urllib.parse import quote
 
 from normmatters.lab.report.collect import METRICS, Collection, Result, describe, differences
 from normmatters.lab.report.html import charts, experiments_of, facts
@@ -33,7 +34,7 @@ def markdown(collection: Collection, verdicts: Sequence[Verdict], not_run: str =
             text = "; ".join(f"{what}: {here} instead of {paper}" for what, here, paper in changed)
             lines += [f"Not the paper's setting. {text}.", ""]
         for i, (panel, _) in enumerate(charts(e, collection)):
-            lines += [f"![{e.title}: {panel.title}]({figures}/{e.name}-{i}.svg)", ""]
+            lines += [f"![{e.title}: {panel.title}]({figures}/{quote(e.name)}-{i}.svg)", ""]
         lines += ["| Cell | Paper | Here | Seeds | Data and network |", "|---|---:|---:|---:|---|"]
         lines += [_result(results[name]) for name in e.rows if name in results]
     if collection.unfinished:
