@@ -37,6 +37,7 @@ NEAR = {
     "functional/layer_norm.py": ["functional/test_lp_layer_norm.py"],
     "functional/pieces.py": ["functional/test_hand_derived.py"],
     "functional/statistic.py": ["functional/test_statistic.py", "functional/test_lp_batch_norm.py"],
+    "functional/torch_batch_norm.py": ["functional/test_hand_derived.py"],
     "functional/weight.py": ["weight_norm/test_bounded_weight.py"],
     "optim/_common.py": ["optim/test_refusals.py", "optim/test_weight_decay_free.py"],
     "optim/_rows.py": ["optim/test_formulas.py", "optim/test_recorder.py"],
