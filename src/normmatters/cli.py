@@ -207,8 +207,8 @@ def _device(name: str) -> str:
     try:
         kind = torch.device(name)
     except RuntimeError:
-        raise ValueError(f"--device {name!r}: expected auto, cpu, cuda or cuda:N") from None
-    if kind.type not in ("cpu", "cuda"):
+        kind = None
+    if kind is None or kind.type not in ("cpu", "cuda"):
         raise ValueError(f"--device {name!r}: expected auto, cpu, cuda or cuda:N")
     if kind.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"--device {name}: torch finds no GPU here")
@@ -399,14 +399,11 @@ def data_prepare(
       normmatters data prepare cifar10 --data-dir ~/data
       normmatters data prepare digits
     """
-    from typing import get_args
-
-    from normmatters.lab.config import DataConfig, DataName
+    from normmatters.lab.config import DataConfig
     from normmatters.lab.data import ImageData, data_root, load_data
-    from normmatters.lab.experiments import suggest
+    from normmatters.lab.experiments import check_data
 
-    if name not in get_args(DataName):
-        raise ValueError(f"no data set {name!r}{suggest(name, get_args(DataName))}")
+    check_data(name)
     found = load_data(DataConfig(name=name, batch_size=1), data_dir)  # type: ignore[arg-type]
     console = Console()
     embedded = name in ("digits", "numbers")

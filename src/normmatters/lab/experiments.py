@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from normmatters.lab import config as _config
 from normmatters.lab.config import RunConfig
@@ -30,6 +30,7 @@ __all__ = [
     "PRESETS",
     "Cell",
     "Paper",
+    "check_data",
     "check_preset",
     "experiment_names",
     "folder",
@@ -100,6 +101,12 @@ def check_preset(name: str) -> None:
     """Raise on a name that is no preset, with the one that was meant."""
     if name not in PRESETS:
         raise ValueError(f"no preset {name!r}{suggest(name, PRESETS)}")
+
+
+def check_data(name: str) -> None:
+    """Raise on a name that is no data set, with the one that was meant."""
+    if name not in get_args(_config.DataName):
+        raise ValueError(f"no data set {name!r}{suggest(name, get_args(_config.DataName))}")
 
 
 def suggest(word: str, known: Iterable[str]) -> str:

@@ -15,11 +15,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from normmatters.lab import config as _config
-from normmatters.lab.config import TEXT, DataName, RunConfig
-from normmatters.lab.experiments import check_preset, load_cell, load_cells, suggest
+from normmatters.lab.config import TEXT, RunConfig
+from normmatters.lab.experiments import check_data, check_preset, load_cell, load_cells
 from normmatters.lab.memory import check_memory
 from normmatters.lab.runlog import has_results, read_json
 from normmatters.lab.worker import Worker, Workers
@@ -84,8 +84,8 @@ def plan(
     if seeds < 1:
         raise ValueError(f"seeds must be at least 1, got {seeds}")
     check_preset(preset)
-    if data is not None and data not in get_args(DataName):
-        raise ValueError(f"no data set {data!r}{suggest(data, get_args(DataName))}")
+    if data is not None:
+        check_data(data)
     experiments, out, overrides = list(experiments), Path(out), list(overrides)
     wanted = list(dict.fromkeys(cell.source for cell in load_cells(experiments) if preset in cell.only))
     if not wanted:

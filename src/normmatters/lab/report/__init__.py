@@ -55,9 +55,10 @@ def write_report(runs: Iterable[str | Path], out: str | Path, *, command: str = 
                 figures.append(path)
     html = _write(Path(out) / "report.html", page(collection, verdicts, missing, command))
     text = _write(Path(out) / "report.md", markdown(collection, verdicts, missing))
+    names = experiment_names()
     for path in folder.iterdir():  # there may be pictures of the user's own among them
         ours = _FIGURE.fullmatch(path.name)
-        if path not in figures and ours and ours[1] in experiment_names():
+        if path not in figures and ours and ours[1] in names:
             path.unlink()
     return Report(html, text, tuple(figures), tuple(verdicts), missing, collection)
 

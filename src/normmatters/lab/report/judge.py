@@ -37,9 +37,9 @@ def judge_all(collection: Collection) -> list[Verdict]:
 def not_run(collection: Collection) -> str:
     """How many claims of these experiments are about cells without a run here, and what runs them; empty if none."""
     commands: dict[str, list[str]] = {}
-    presets = _presets_from(collection)
+    presets, shown = _presets_from(collection), collection.experiments
     for claim in CLAIMS:
-        if claim.experiment in collection.experiments and not claim.cells <= collection.results.keys():
+        if claim.experiment in shown and not claim.cells <= collection.results.keys():
             runs_it = [p for p in presets if all(p in load_cell(id).only for id in claim.cells)]
             commands.setdefault((runs_it or PRESETS)[0], []).append(claim.experiment)
     if not commands:
