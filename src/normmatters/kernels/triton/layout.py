@@ -123,6 +123,10 @@ def tiling_of(view: View, itemsize: int, programs: int = _WAVE) -> Tiling:
 #: costs little: most of it is still in the cache (50 MB).
 SMALL = 64 * 2**20
 
+# Columns and programs of a small tensor of up to so many elements. The fewer programs, the more runs that share the
+# device get done; one alone hardly notices.
+_SMALL_CUTS = ((2 * 2**20, 16, _WAVE // 4), (8 * 2**20, 32, _WAVE // 2), (SMALL, 64, _WAVE // 2))
+
 
 def is_small(view: View, itemsize: int) -> bool:
     """Whether programs add the partial sums of their channels themselves, instead of one more launch."""
@@ -131,13 +135,18 @@ def is_small(view: View, itemsize: int) -> bool:
 
 @functools.lru_cache(MAX_PLANS)
 def apply_tiling_of(view: View, itemsize: int) -> Tiling:
-    """The tiling of what is not a statistic. Small tensors: few and large programs, so that partial sums are few."""
+    """The tiling of what is not a statistic. Small tensors: few and large programs, so that partial sums are few.
+
+    A program adds the partial sums of all splits of its columns. Half the columns are half as many splits and a quarter
+    of the sums: the smaller the tensor, the more that counts against reading shorter pieces of memory.
+    """
     if not is_small(view, itemsize):
         return tiling_of(view, itemsize)
+    widest, programs = next(cut for most, *cut in _SMALL_CUTS if view.rows * view.cols <= most)
     num_warps = 8
     elements = 32 * num_warps * (8 if itemsize <= 2 else 4)
-    block_c = min(next_power_of_2(view.cols), 64)
+    block_c = min(next_power_of_2(view.cols), widest)
     block_r = max(1, min(elements // block_c, next_power_of_2(view.code_rows)))
     tiles = -(-view.code_rows // block_r)
-    splits = max(1, min(tiles, _WAVE // 2 // -(-view.cols // block_c)))
+    splits = max(1, min(tiles, programs // -(-view.cols // block_c)))
     return Tiling(block_c, block_r, 1, splits, tiles, num_warps)
