@@ -19,7 +19,7 @@ from normmatters.lab.config import OptimConfig, RunConfig
 from normmatters.lab.data import load_data
 from normmatters.lab.models import build_model
 from normmatters.lab.objective import Classification
-from normmatters.lab.regimes import build_regime, find_invariant, lr_factor
+from normmatters.lab.regimes import _optimizer, build_regime, find_invariant, lr_factor
 from normmatters.lab.runlog import RunError, RunResult, has_results, read_json
 from normmatters.lab.trainer import train
 from normmatters.optim.recording import Recording
@@ -340,3 +340,24 @@ def test_cuda_graph_run_resumes(tmp_path: Path) -> None:
     train(config, tmp_path / "broken")
     whole, broken = rows(tmp_path / "whole"), rows(tmp_path / "broken")
     assert [r["train_loss"] for r in broken] == pytest.approx([r["train_loss"] for r in whole], rel=1e-2)
+
+
+def test_a_first_step_that_overflows_leaves_no_momentum() -> None:
+    """torch's fused SGD (on the CPU, too) leaves that step out, but keeps momenta that nothing has written."""
+    torch.manual_seed(0)
+    optim = OptimConfig(lr=0.1, momentum=0.9)
+    weights = {}
+    for device in ("cpu", "cuda"):  # the second one is fused
+        weight = torch.nn.Parameter(torch.ones(1000))
+        rubbish = torch.full((1000,), math.nan)
+        scaler = torch.amp.GradScaler("cpu")
+        optimizer = _optimizer(optim, [{"params": [weight]}], torch.device(device), False)
+        del rubbish  # its memory is the next one's
+        for factor in (math.inf, 1.0, 1.0):
+            optimizer.zero_grad()
+            scaler.scale((weight * factor).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        weights[device] = weight.detach()
+    assert weights["cpu"][0] == pytest.approx(0.71)
+    torch.testing.assert_close(weights["cuda"], weights["cpu"])

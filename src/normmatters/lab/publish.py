@@ -67,10 +67,9 @@ def _lines(run: Run) -> str:
     if run.error is not None:
         end = {"error": {k: v for k, v in run.error.items() if k in ("kind", "message", "metrics")}}
     rows = [{k: v for k, v in row.items() if k != "time_per_step"} for row in run.metrics]  # seconds / steps
-    return "".join(
-        json.dumps(_rounded(record), ensure_ascii=False) + "\n"
-        for record in ({"config": run.config}, {"environment": environment}, *rows, end)
-    )
+    # Only what was measured is rounded: a setting such as 2⁻¹⁶ must be what it was.
+    records = ({"config": run.config}, {"environment": environment}, *map(_rounded, rows), _rounded(end))
+    return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
 
 
 def _rounded(value: Any) -> Any:

@@ -257,6 +257,10 @@ def _optimizer(optim: OptimConfig, groups: list[dict[str, Any]], device: torch.d
     optimizer: Optimizer
     if optim.name == "sgd":
         optimizer = SGD(groups, **sgd, fused=cuda)
+        if cuda and optim.momentum:
+            # If fp16's first step overflows, torch's fused SGD leaves it out, but keeps momenta that nothing has written.
+            for parameter in (p for group in groups for p in group["params"]):
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     else:
         kind = Adam if optim.name == "adam" else AdamW
         optimizer = kind(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=cuda, capturable=capture)  # type: ignore[arg-type]
