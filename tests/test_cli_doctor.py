@@ -157,7 +157,10 @@ def test_a_file_with_code_is_not_run(tmp_path: Path) -> None:
         (["other.pt", "--weights", "other.pt"], "need a model"),
         (["list.pt"], "holds no state_dict"),
         (["broken.safetensors"], "is no safetensors file"),
-        (["broken.pt"], "cannot be read as tensors"),
+        (["broken.pt"], "cannot be read as tensors and plain containers: Unsupported operand 110"),
+        (["empty.pt"], "cannot be read as tensors and plain containers: EOFError"),
+        (["text.pt"], "cannot be read as tensors and plain containers: "),
+        (["model.pt"], "containers: it holds torch.nn.modules.linear.Linear; save a state_dict"),
     ],
 )
 def test_an_error_is_one_line(doctor: Doctor, tmp_path: Path, words: list[str], message: str) -> None:
@@ -165,6 +168,9 @@ def test_an_error_is_one_line(doctor: Doctor, tmp_path: Path, words: list[str], 
     torch.save([1, 2], tmp_path / "list.pt")
     (tmp_path / "broken.safetensors").write_bytes(b"not one")
     (tmp_path / "broken.pt").write_bytes(b"not one")
+    (tmp_path / "empty.pt").write_bytes(b"")
+    (tmp_path / "text.pt").write_bytes(b"hello")  # these bytes are a pickle's, of an unknown number
+    torch.save(nn.Linear(2, 2), tmp_path / "model.pt")
     code, _, err = doctor(*words)
     assert code == 2
     assert err.startswith("Error: ")
