@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -42,6 +43,22 @@ def test_an_error_is_the_runs_own(tmp_path: Path) -> None:
     }
     assert "checkpoints" in broken.reason
     assert "Traceback" in (broken.folder / "log.txt").read_text()
+
+
+def test_a_process_is_not_born_to_hear_an_interrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    workers = Workers(1, None)
+    blocked = []
+
+    class Process:
+        def __init__(self, **_: Any) -> None: ...
+
+        def start(self) -> None:
+            blocked.append(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+
+    monkeypatch.setattr(workers._context, "Process", Process)
+    workers.start(small_run(), tmp_path)
+    assert blocked == [True]
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 def test_a_stopped_thread_leaves_a_run_that_goes_on(tmp_path: Path) -> None:

@@ -72,7 +72,12 @@ class Workers:
             return _Thread(self._pool.submit(_run_in_thread, config, folder, self.data_dir, stopped), stopped, folder)
         arguments = (_config.to_dict(config), str(folder), self.data_dir)
         process = self._context.Process(target=_run_in_process, args=arguments, daemon=True)  # type: ignore[attr-defined]
-        process.start()
+        # Ctrl-C is ours to handle; a server that is still importing would answer it with its traceback.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return _Process(process, folder)
 
     def stop(self, workers: Sequence[Worker]) -> None:
