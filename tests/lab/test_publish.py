@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from lab_runs import small_run
-from markdown_pages import ROOT
 from synthetic_runs import write_run
 
+from markdown_pages import ROOT
 from normmatters.lab.publish import END, publish, redraw
 from normmatters.lab.report import collect, judge_all
 from normmatters.lab.trainer import train
