@@ -92,6 +92,14 @@ def test_json_is_the_diagnosis(doctor: Doctor, tmp_path: Path) -> None:
     assert expected.norms[0].becomes == "LpBatchNorm1d"
 
 
+def test_json_loses_nothing_in_a_pipe_of_another_encoding(doctor: Doctor, tmp_path: Path) -> None:
+    torch.save({"größe.weight": torch.ones(1, 4)}, tmp_path / "state.pt")
+    code, out, err = doctor("state.pt", "--json")
+    assert code == 0, err
+    assert out.isascii()
+    assert json.loads(out)["weights"][0]["name"] == "größe.weight"
+
+
 def test_token_numbers_as_input(doctor: Doctor) -> None:
     code, out, err = doctor("patients:tokens", "--input", "8,5", "--tokens", "11", "--layer-norm", "l1", "--json")
     assert code == 0, err

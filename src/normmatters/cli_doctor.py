@@ -105,7 +105,7 @@ def doctor(
         tails=batch is not None,
     )
     if as_json:
-        print(json.dumps(found.as_dict(), indent=2, ensure_ascii=False))
+        print(json.dumps(found.as_dict(), indent=2))  # ASCII: a pipe of any encoding loses nothing
     else:
         _print(found)
 
