@@ -92,6 +92,14 @@ def test_json_is_the_diagnosis(doctor: Doctor, tmp_path: Path) -> None:
     assert expected.norms[0].becomes == "LpBatchNorm1d"
 
 
+def test_json_loses_nothing_in_a_pipe_of_another_encoding(doctor: Doctor, tmp_path: Path) -> None:
+    torch.save({"größe.weight": torch.ones(1, 4)}, tmp_path / "state.pt")
+    code, out, err = doctor("state.pt", "--json")
+    assert code == 0, err
+    assert out.isascii()
+    assert json.loads(out)["weights"][0]["name"] == "größe.weight"
+
+
 def test_token_numbers_as_input(doctor: Doctor) -> None:
     code, out, err = doctor("patients:tokens", "--input", "8,5", "--tokens", "11", "--layer-norm", "l1", "--json")
     assert code == 0, err
@@ -157,7 +165,10 @@ def test_a_file_with_code_is_not_run(tmp_path: Path) -> None:
         (["other.pt", "--weights", "other.pt"], "need a model"),
         (["list.pt"], "holds no state_dict"),
         (["broken.safetensors"], "is no safetensors file"),
-        (["broken.pt"], "cannot be read as tensors"),
+        (["broken.pt"], "cannot be read as tensors and plain containers: Unsupported operand 110"),
+        (["empty.pt"], "cannot be read as tensors and plain containers: EOFError"),
+        (["text.pt"], "cannot be read as tensors and plain containers: "),
+        (["model.pt"], "containers: it holds torch.nn.modules.linear.Linear; save a state_dict"),
     ],
 )
 def test_an_error_is_one_line(doctor: Doctor, tmp_path: Path, words: list[str], message: str) -> None:
@@ -165,6 +176,9 @@ def test_an_error_is_one_line(doctor: Doctor, tmp_path: Path, words: list[str], 
     torch.save([1, 2], tmp_path / "list.pt")
     (tmp_path / "broken.safetensors").write_bytes(b"not one")
     (tmp_path / "broken.pt").write_bytes(b"not one")
+    (tmp_path / "empty.pt").write_bytes(b"")
+    (tmp_path / "text.pt").write_bytes(b"hello")  # these bytes are a pickle's, of an unknown number
+    torch.save(nn.Linear(2, 2), tmp_path / "model.pt")
     code, _, err = doctor(*words)
     assert code == 2
     assert err.startswith("Error: ")

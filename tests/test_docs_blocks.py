@@ -15,6 +15,7 @@ from markdown_pages import PAGES, ROOT, blocks, name, read, spans
 from normmatters import bench
 from normmatters.bench.__main__ import main as bench_main
 from normmatters.cli import app
+from normmatters.kernels import backends
 from normmatters.lab.experiments import PRESETS, experiment_names
 
 # A page about one of these is skipped where it is not installed; that anything else is missing is an error.
@@ -124,9 +125,34 @@ def test_a_wrong_command_is_found(line: str) -> None:
         _check_normmatters(line.split(), whole=True)
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_what_is_called_full_size_is_not_the_small_preset(page: Path) -> None:
+    for command in re.findall(r"full size[^`]*`(normmatters reproduce [^`]*)`", read(page)):
+        assert re.search(r"--preset (cifar|full)", command), command
+
+
 def test_command_page_has_every_command() -> None:
     commands = get_command(app).commands  # type: ignore[attr-defined]
     page = read(ROOT / "docs" / "cli.md")
     assert set(re.findall(r"^## `(\w+)`", page, re.MULTILINE)) == set(commands)
     for command in commands:
         assert re.search(rf"^normmatters {command} ", page, re.MULTILINE), command
+
+
+def test_what_a_page_shows_of_an_output_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a command (`$ normmatters ...`) some lines may stand for all, and `…` for the rest."""
+    shown = [(page, block) for page in PAGES for block in blocks(read(page)) if block.code.startswith("$ normmatters ")]
+    assert len(shown) > 0
+    for page, block in shown:
+        command, *lines = block.code.splitlines()
+        capsys.readouterr()
+        get_command(app).main(shlex.split(command)[2:], standalone_mode=False)
+        printed = capsys.readouterr().out.splitlines()
+        assert [line for line in lines if line != "…" and line not in printed] == [], name(page)
+
+
+@pytest.mark.skipif(bool(backends.TRITON_MISSING), reason=backends.TRITON_MISSING or "")
+def test_what_the_doctor_prints_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    page = ROOT / "docs" / "recipes" / "doctor.md"
+    run_blocks(page)
+    assert capsys.readouterr().out in [block.code for block in blocks(read(page)) if block.language == "text"]

@@ -147,6 +147,8 @@ def test_api_pages_show_every_public_name() -> None:
     assert modules <= shown
     tails = {dotted.rpartition(".")[2] for dotted in shown}
     assert set(nm.__all__) - {"__version__"} <= tails
+    pages = {page.name for page in (DOCS / "api").glob("*.md")} - {"index.md"}
+    assert pages <= set(links(read(DOCS / "api" / "index.md")))
 
 
 def test_every_page_is_in_the_nav() -> None:

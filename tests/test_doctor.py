@@ -112,6 +112,8 @@ def test_a_checkpoint_alone_gives_names_and_lengths() -> None:
     assert found.weights[0].step == pytest.approx(Spread.of(0.1 / lengths**2))
     assert found.kept is None
     assert "give the model" in found.notes[0]
+    assert "(kept)" not in str(found)  # a checkpoint cannot tell what convert would do, and does not say that it can
+    assert "convert would replace" not in str(found)
     with pytest.raises(ValueError, match="no tensors"):
         diagnose({"epoch": 3})  # type: ignore[dict-item]
 

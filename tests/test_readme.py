@@ -1,13 +1,14 @@
-"""The README: its code does what it says there, and its benchmark tables are those of the results."""
+"""The README: its code does what it says there; and every page's benchmark tables are those of the results."""
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 from torch import nn
 
-from markdown_pages import ROOT
+from markdown_pages import PAGES, ROOT, name, read
 from normmatters import bench
 from normmatters.bench import report
 from test_docs_blocks import run_blocks
@@ -35,14 +36,12 @@ def test_readme_code_does_what_the_readme_says(capsys: pytest.CaptureFixture[str
     assert in_l2 == 0
 
 
-def test_benchmark_tables_ask_for_rows_that_there_are() -> None:
-    marks = re.findall(r"<!-- bench:(\w+)((?: [\w.]+)*) -->\n", README.read_text(encoding="utf-8"))
-    assert {name for name, _ in marks} <= set(bench.NAMES)
-    for name, words in marks:
-        axes, _ = bench._bench(name)
+@pytest.mark.parametrize("page", [page for page in PAGES if "<!-- bench:" in read(page)], ids=name)
+def test_benchmark_tables_are_those_of_the_results(page: Path) -> None:
+    text, results = read(page), ROOT / "results" / "bench"
+    for bench_name, words in re.findall(r"<!-- bench:(\w+)((?: [\w.]+)*) -->\n", text):
+        assert bench_name in bench.NAMES
+        axes, _ = bench._bench(bench_name)
         assert set(words.split()) <= {word for column in axes.values() for word in column}
-    results = ROOT / "results" / "bench"
-    for name, _ in marks:
-        assert (results / f"{name}.json").is_file(), f"the table of {name} has no results to be filled from"
-    text = README.read_text(encoding="utf-8")
-    assert report.fill(text, results) == text, "run `python -m normmatters.bench.report README.md`"
+        assert (results / f"{bench_name}.json").is_file(), f"the table of {bench_name} has no results to be filled from"
+    assert report.fill(text, results) == text, f"run `python -m normmatters.bench.report {name(page)}`"

@@ -7,6 +7,7 @@ import importlib
 import inspect
 import json
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -104,7 +105,7 @@ def doctor(
         tails=batch is not None,
     )
     if as_json:
-        print(json.dumps(found.as_dict(), indent=2, ensure_ascii=False))
+        print(json.dumps(found.as_dict(), indent=2))  # ASCII: a pipe of any encoding loses nothing
     else:
         _print(found)
 
@@ -228,16 +229,20 @@ def _load(path: Path) -> Any:
             return load_file(path)
         except SafetensorError as error:
             raise ValueError(f"{path} is no safetensors file: {error}") from None
-    import pickle
-
     import torch
+
+    from normmatters.doctor import first_line
 
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise ValueError(
-            f"{path} cannot be read as tensors and plain containers: {str(error).splitlines()[0]}"
-        ) from None
+    except OSError:  # says itself what is wrong
+        raise
+    except Exception as error:  # what is no such file raises whatever its bytes lead to
+        # torch's own advice, to unpickle it after all, comes first, and what is wrong with the file last.
+        said = re.search(r"WeightsUnpickler error:\s+(.+)", str(error))
+        other = re.search(r"GLOBAL (\S+)", str(error))
+        why = f"it holds {other[1]}; save a state_dict" if other else said[1] if said else first_line(error)
+        raise ValueError(f"{path} cannot be read as tensors and plain containers: {why}") from None
 
 
 def _print(found: Diagnosis) -> None:

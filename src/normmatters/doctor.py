@@ -39,8 +39,9 @@ _WEIGHT_NORMS = (BoundedWeight, ClassicWeight, nn.utils.parametrizations._Weight
 class NormLayer(NamedTuple):
     """One norm of the model and what ``convert`` would make of it.
 
-    ``becomes`` is the class that would take its place, None where it would stay; ``fused`` is ``""``, ``"relu"``,
-    ``"add + relu"`` or ``"relu + max pool"``; ``note`` says why if that is not all one could wish for.
+    ``becomes`` is the class that would take its place, None where it would stay, ``""`` where a checkpoint alone cannot
+    tell; ``fused`` is ``""``, ``"relu"``, ``"add + relu"`` or ``"relu + max pool"``; ``note`` says why if that is not
+    all one could wish for.
     ``input`` is the shape that came in, ``tails`` σ ÷ C·mean|S| of it, a channel or a token: the factor by which an L1
     norm's output is larger than an L2 norm's (see :mod:`normmatters.tails`).
 
@@ -143,7 +144,7 @@ class Diagnosis:
                 n.name or "(model)",
                 n.norm,
                 _shape(n.input),
-                n.becomes or "(kept)",
+                "(kept)" if n.becomes is None else n.becomes or "-",
                 n.fused or "-",
                 *_sizes(n.kept),
                 _spread(n.tails),
@@ -165,9 +166,11 @@ class Diagnosis:
         """What it comes to, a sentence a line."""
         converted = [n for n in self.norms if n.becomes]
         fused = sum(bool(n.fused) for n in converted)
-        lines = [
-            f"convert would replace {len(converted)} of {len(self.norms)} norms and fuse {fused} with what follows."
-        ]
+        lines = []
+        if not any(n.becomes == "" for n in self.norms):
+            lines.append(
+                f"convert would replace {len(converted)} of {len(self.norms)} norms and fuse {fused} with what follows."
+            )
         if self.kept is not None:
             after = [
                 f"{_bytes(size)} with memory={mode!r}"
@@ -312,13 +315,13 @@ def diagnose(
             if backends.TRITON_MISSING:
                 notes.append(f"memory after convert was not measured: {backends.TRITON_MISSING}")
         except Exception as error:  # whatever the model's own code raises
-            notes.append(f"memory was not measured: {_first_line(error)}")
+            notes.append(f"memory was not measured: {first_line(error)}")
     measured: dict[str, Spread] = {}
     if tails and example_input is not None:
         try:
             measured = {name: Spread.of(ratios) for name, ratios in measure_tails(model, example_input).items()}
         except Exception as error:  # whatever the model's own code raises
-            notes.append(f"tails were not measured: {_first_line(error)}")
+            notes.append(f"tails were not measured: {first_line(error)}")
     changes = {change.name: change for change in report.changes}
     norms = []
     for name, kind in _norms(model):
@@ -333,7 +336,8 @@ def diagnose(
     return Diagnosis(tuple(norms), weights, recipe, total, tuple(notes))
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """What kind of error, and what it says first."""
     return f"{type(error).__name__}: {(str(error) or 'no message').splitlines()[0]}"
 
 
@@ -362,7 +366,7 @@ def _weights(model: nn.Module, example_input: Any, lr: float, notes: list[str]) 
             small = tree_map_only(Tensor, lambda t: t[:_PROBE_BATCH] if t.dim() else t, example_input)
             found = scale_invariant_parameters(model, small).found
         except Exception as error:  # whatever the model's own code raises
-            notes.append(f"scale invariance was not tested: {_first_line(error)}")
+            notes.append(f"scale invariance was not tested: {first_line(error)}")
     weights = []
     for name, w in tensors.items():
         invariance = None if found is None else found.get(name)
@@ -391,9 +395,9 @@ def _of_state_dict(state: Mapping[str, Tensor], recipe: Recipe) -> Diagnosis:
         owner, _, last = name.rpartition(".")
         prefix = f"{owner}." if owner else ""
         if last == "running_mean":
-            norms.append(NormLayer(owner, "batch norm"))
+            norms.append(NormLayer(owner, "batch norm", becomes=""))
         elif last == "weight" and t.dim() == 1 and f"{prefix}running_mean" not in tensors:
-            norms.append(NormLayer(owner, "layer, group or RMS norm"))
+            norms.append(NormLayer(owner, "layer, group or RMS norm", becomes=""))
     weights = [_weight(n, t, None, 0, recipe.lr) for n, t in tensors.items() if t.dim() >= 2 and t.is_floating_point()]
     note = "a checkpoint alone tells neither what convert would do, nor memory, nor scale invariance: give the model"
     return Diagnosis(tuple(norms), tuple(weights), recipe, None, (note,))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -342,3 +344,11 @@ def test_the_processes_that_compile_get_a_share_each(monkeypatch: pytest.MonkeyP
     assert warmup.default_jobs("layers", harness.Setup(torch.device("cuda"), share=(0, 2))) == 0
     with pytest.raises(ValueError, match="jobs must not be negative, got -1"):
         bench.run(["cpu"], smoke=True, device="cpu", jobs=-1)
+
+
+def test_a_terminal_without_the_signs_gets_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    assert command.main(["cpu", "--smoke", "--only", "cl,relu,native"]) == 0
+    terminal.flush()
+    assert b"time ? native" in terminal.buffer.getvalue()  # type: ignore[attr-defined]

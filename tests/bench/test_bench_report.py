@@ -73,6 +73,13 @@ def test_markdown_shows_numbers_and_for_a_wrong_row_the_reason_alone(results: Pa
     )
 
 
+def test_a_table_does_not_claim_a_check_that_its_rows_did_not_have(results: Path) -> None:
+    data = json.loads((results / "layers.json").read_text())
+    assert "checked against float64" in report.markdown(data)
+    data["rows"][0]["error"] = None  # as of a whole step with weight norm
+    assert "checked" not in report.markdown(data)
+
+
 def test_passes_follow_from_the_times_and_the_files_own_bandwidth(results: Path) -> None:
     data = json.loads((results / "layers.json").read_text())
     data["rows"][1] |= {"fwd_passes": 99.0, "bwd_passes": 99.0}

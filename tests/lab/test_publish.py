@@ -10,6 +10,7 @@ import pytest
 from lab_runs import small_run
 from synthetic_runs import write_run
 
+from markdown_pages import ROOT
 from normmatters.lab.publish import END, publish, redraw
 from normmatters.lab.report import collect, judge_all
 from normmatters.lab.trainer import train
@@ -152,3 +153,14 @@ def test_mistakes_are_told(tmp_path: Path) -> None:
     file.write_text(lines[0][:50])
     with pytest.raises(ValueError, match="line 1: not JSON"):
         collect([tmp_path / "quick"])
+
+
+def test_the_projects_own_pages_are_what_redrawing_gives(tmp_path: Path) -> None:
+    pages = ["README.md", "docs/results.md"]
+    for file in [*(ROOT / "results").rglob("*.run.jsonl"), *(ROOT / page for page in pages)]:
+        copy = tmp_path / file.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(file.read_bytes())
+    redraw(tmp_path / "results", [tmp_path / page for page in pages])
+    for page in [*pages, "results/README.md"]:
+        assert (tmp_path / page).read_text() == (ROOT / page).read_text(), f"{page}: run `make report`"

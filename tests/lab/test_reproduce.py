@@ -70,6 +70,10 @@ def test_a_plan_that_cannot_be_is_refused(tmp_path: Path) -> None:
         plan(["fig1"], "quick", tmp_path, overrides=["cell=x"])
     with pytest.raises(ValueError, match="no data set 'cifar': did you mean 'cifar10'"):
         plan(["supp2"], "quick", tmp_path, data="cifar")
+    with pytest.raises(ValueError, match="'numbers' is text, which no cell of fig1 is trained on"):
+        plan(["fig1"], "quick", tmp_path, data="numbers")
+    with pytest.raises(ValueError, match="'cifar10' is images, which no cell of supp2 is trained on"):
+        plan(["supp2"], "quick", tmp_path, data="cifar10")
 
 
 def test_a_damaged_summary_does_not_finish_a_run(tmp_path: Path) -> None:

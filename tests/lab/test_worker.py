@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -42,6 +45,46 @@ def test_an_error_is_the_runs_own(tmp_path: Path) -> None:
     }
     assert "checkpoints" in broken.reason
     assert "Traceback" in (broken.folder / "log.txt").read_text()
+
+
+STARTED = """
+import signal
+from multiprocessing import util
+from pathlib import Path
+from normmatters.lab.config import from_dict
+from normmatters.lab.worker import Workers
+
+spawn = util.spawnv_passfds
+
+def spy(path, words, fds):
+    blocked = signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    if not any("resource_tracker" in str(word) for word in words):
+        raise SystemExit(0 if blocked else "Ctrl-C would reach the runs")
+    return spawn(path, words, fds)
+
+util.spawnv_passfds = spy
+Workers(1, None).start(from_dict({}, "here"), Path("."))
+"""
+
+
+def test_ctrl_c_does_not_reach_what_runs_are_started_by(tmp_path: Path) -> None:
+    """In a process of its own: here a server may be running already."""
+    done = subprocess.run([sys.executable, "-c", STARTED], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_interrupt_is_heard_again_when_a_run_has_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Process:
+        def __init__(self, **_: Any) -> None: ...
+
+        def start(self) -> None:
+            raise OSError("no more processes")
+
+    workers = Workers(1, None)
+    monkeypatch.setattr(workers._context, "Process", Process)
+    with pytest.raises(OSError, match="no more"):
+        workers.start(small_run(), tmp_path)
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 def test_a_stopped_thread_leaves_a_run_that_goes_on(tmp_path: Path) -> None:

@@ -186,6 +186,7 @@ def test_explain_says_the_numbers():
     assert rows["same: growing lr"] == f"× {(alpha / last) ** 2:.6g} a step"
     assert {r.quantity: r.value for r in explain(0.1, 0.05, 0.9)}["same: growing lr"] == "none"
     assert {r.quantity: r.value for r in explain(1.0, 1.0)}["same: growing lr"] == "none"
+    assert {r.quantity: r.value for r in explain(10.0, 1.0, 0.9)}["same: no weight decay"] == "none"  # > π/2: refused
     slow = {r.quantity: r.meaning for r in explain(1e-9, 1e-9, 0.9)}["same: growing lr"]
     assert slow.endswith(f"every {math.log(2) / (2 * 1e-18 / 0.1):.4g} steps")  # where 1 − ηλ rounds to 1
     assert explain(0.1, 0.0)[0].value == "no equilibrium"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--share", type=_share, help=argparse.SUPPRESS)  # I/N: what those processes are started with
     parser.add_argument("--picture", type=Path, help="where to draw the layers, SVG or PNG (OUT/roofline.svg)")
     chosen = parser.parse_args(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that has no ÷ is no reason to lose the times
+        sys.stdout.reconfigure(errors="replace")
     words = [word for word in chosen.only.replace(",", " ").split() if word]
     try:
         return bench.run(

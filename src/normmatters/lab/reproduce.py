@@ -111,6 +111,9 @@ def plan(
     for seed in range(seeds):  # one seed of everything before the next: a stopped plan leaves whole figures
         for id in wanted:
             add(id, seed)
+    if data is not None and all((data in TEXT) != (job.config.data.name in TEXT) for job in jobs.values()):
+        kind = "text" if data in TEXT else "images"
+        raise ValueError(f"data: {data!r} is {kind}, which no cell of {', '.join(experiments)} is trained on")
     for job in jobs.values():
         _check_folder(job)
     return list(jobs.values())

@@ -20,6 +20,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Protocol
@@ -72,7 +73,14 @@ class Workers:
             return _Thread(self._pool.submit(_run_in_thread, config, folder, self.data_dir, stopped), stopped, folder)
         arguments = (_config.to_dict(config), str(folder), self.data_dir)
         process = self._context.Process(target=_run_in_process, args=arguments, daemon=True)  # type: ignore[attr-defined]
-        process.start()
+        # Ctrl-C is ours to handle; a server that is still importing would answer it with its traceback. (The tracker of
+        # resources comes first: to start it unblocks the signal.)
+        resource_tracker.ensure_running()
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return _Process(process, folder)
 
     def stop(self, workers: Sequence[Worker]) -> None:

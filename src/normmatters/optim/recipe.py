@@ -115,11 +115,7 @@ def explain(lr: float, weight_decay: float, momentum: float = 0.0) -> list[Row]:
         Row("effective lr", f"{lr * total:g}", "η/(1−μ)"),
         Row("lr · weight decay", f"{product:g}", "all that counts in equilibrium, at one momentum"),
         _weight_decay_free(recipe, bound),
-        Row(
-            "same: no weight decay",
-            f"AngularSGD(angle={recipe.angle:.4g}, momentum={momentum:g})",
-            "norms fixed, the same angle a step",
-        ),
+        _angular(recipe),
     ]
     for factor in (2.0, 0.5):
         other = recipe.with_lr(lr * factor)
@@ -149,6 +145,14 @@ def _weight_decay_free(recipe: Recipe, bound: float) -> Row:
         f"× {math.exp(growth):.6g} a step",
         f"WeightDecayFreeSGD, exact: lr doubles every {math.log(2) / growth:.4g} steps",
     )
+
+
+def _angular(recipe: Recipe) -> Row:
+    name = "same: no weight decay"
+    if recipe.angle >= math.pi / 2:
+        return Row(name, "none", "the angle is π/2 or more: a step that forgets the weight, and no equilibrium")
+    call = f"AngularSGD(angle={recipe.angle:.4g}, momentum={recipe.momentum:g})"
+    return Row(name, call, "norms fixed, the same angle a step")
 
 
 def _text(recipe: Recipe) -> str:
