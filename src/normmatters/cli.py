@@ -352,7 +352,9 @@ def bench(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="Write the numbers here as well.", show_default="results/bench; nowhere with --smoke"),
+        typer.Option(
+            help="Write the numbers here as well.", show_default="results/bench; nowhere with --smoke or --only"
+        ),
     ] = None,
 ) -> None:
     """Time the library against its peers. A kernel whose check fails gets no number.

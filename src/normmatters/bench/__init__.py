@@ -33,7 +33,7 @@ def run(
         names: of :data:`NAMES`; all of them if empty.
         smoke: tiny shapes, in seconds, on any machine; the times mean nothing. Files only where ``out`` says.
         device: "cpu", "cuda" or "cuda:1"; a GPU where there is one by default.
-        out: folder of the JSON files, ``results/bench`` by default.
+        out: folder of the JSON files; by default ``results/bench``, and none where ``only`` chooses some of the rows.
         only: words that choose rows, such as "cl", "fp16", "l1_lean", or "all"; see
             :class:`~normmatters.bench.harness.Selection`.
         jobs: processes that compile beforehand (:mod:`~normmatters.bench.warmup`); None is as many as fit on a GPU.
@@ -63,7 +63,7 @@ def run(
         raise ValueError(f"expected the device cpu or cuda, got {device!r}")
     if jobs is not None and jobs < 0:
         raise ValueError(f"jobs must not be negative, got {jobs}")
-    if not smoke and share is None and out is None:
+    if not smoke and not only and share is None and out is None:
         out = RESULTS
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)  # that it cannot be is told now, not after the first row

@@ -17,7 +17,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"{' '.join(bench.NAMES)}; all when none is named")
     parser.add_argument("--smoke", action="store_true", help="small shapes, a few seconds, any machine")
     parser.add_argument("--device", help="cpu, cuda or cuda:1; a GPU where there is one by default")
-    parser.add_argument("--out", type=Path, help="folder of the JSON files (results/bench; none for --smoke)")
+    parser.add_argument(
+        "--out", type=Path, help="folder of the JSON files (results/bench; none for --smoke and --only)"
+    )
     parser.add_argument("--only", default="", help="rows by their words, such as cl,fp16,l1_lean; or all")
     parser.add_argument("--jobs", type=int, help="processes that compile beforehand (as many as fit on a GPU)")
     parser.add_argument("--share", type=_share, help=argparse.SUPPRESS)  # I/N: what those processes are started with

@@ -258,7 +258,7 @@ def _optimizer(optim: OptimConfig, groups: list[dict[str, Any]], device: torch.d
     if optim.name == "sgd":
         optimizer = SGD(groups, **sgd, fused=cuda)
         if cuda and optim.momentum:
-            # If fp16's first step overflows, torch's fused SGD leaves it out, but keeps momenta that nothing has written.
+            # If fp16's first step overflows, torch's fused SGD leaves it out but keeps momenta that nothing has set.
             for parameter in (p for group in groups for p in group["params"]):
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     else:
