@@ -51,17 +51,17 @@ def rotate_channel_(
     if dim is not None:
         shape[dim] = -1
     length = torch.linalg.vector_norm(w, dim=dims, keepdim=True)
-    still = length.square() == 0
-    along = (w * d).sum(dims, keepdim=True) / torch.where(still, 1.0, length.square())
+    still = length.square() == 0  # 0 · w below
+    length, rho = torch.where(still, 1.0, length), torch.where(still, 0.0, norm.to(dtype).view(shape))
+    along = (w * d).sum(dims, keepdim=True) / length.square()
     # Subtract first, square after: ‖d‖² − ⟨d, ŵ⟩² would lose the digits of a direction that is nearly along w.
     perpendicular = d - along * w
     size = torch.linalg.vector_norm(perpendicular, dim=dims, keepdim=True)
     rounding = 16 * torch.finfo(dtype).eps * torch.linalg.vector_norm(d, dim=dims, keepdim=True)
-    turns = (grad != 0).any(dims, keepdim=True) & (size > rounding) & ~still
+    turns = (grad != 0).any(dims, keepdim=True) & (size > rounding)
     theta = torch.where(turns, torch.as_tensor(angle, dtype=dtype, device=weight.device), 0.0)
-    rho = norm.to(dtype).view(shape)
     size = torch.where(turns, size, 1.0)
-    weight.copy_(theta.cos() * torch.where(still, 1.0, rho / length) * w - theta.sin() * (rho / size) * perpendicular)
+    weight.copy_(theta.cos() * (rho / length) * w - theta.sin() * (rho / size) * perpendicular)
 
 
 class Momentum(NamedTuple):

@@ -75,8 +75,9 @@ def _rotate(
         wd += parts[1]
         dd += parts[2]
         gg = tl.maximum(gg, parts[3])
-    still = ww == 0  # a pruned row has no direction: it stays 0
-    along = wd / tl.where(still, 1.0, ww)
+    norm = tl.where(ww == 0, 0.0, norm)  # a pruned row has no direction: it stays 0
+    ww = tl.where(ww == 0, 1.0, ww)
+    along = wd / ww
     if FORM > 0:
         tl.debug_barrier()  # what one thread has stored another may load below
 
@@ -91,8 +92,8 @@ def _rotate(
         pp += tl.sum(p * p, axis=1)
     perpendicular = tl.sqrt_rn(pp)
 
-    turns = (gg > 0) & (ww > 0) & (perpendicular > tolerance * tl.sqrt_rn(dd))
-    a = tl.where(still, 1.0, tl.where(turns, cos, 1.0) * norm / tl.sqrt_rn(ww))
+    turns = (gg > 0) & (perpendicular > tolerance * tl.sqrt_rn(dd))
+    a = tl.where(turns, cos, 1.0) * norm / tl.sqrt_rn(ww)
     b = tl.where(turns, sin * norm / tl.where(turns, perpendicular, 1.0), 0.0)
     for start in range(0, n, B):
         w = load_rows(w_ptr, row, start + column, rows, n)
