@@ -201,7 +201,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     ctx.save_for_backward(saved, code, count, statistics, index, weight, bias)
     need_dresidual = any_requires_grad(residual, link)
     channels_last = memory_format(x) is not torch.contiguous_format
-    # A change in place since the residual was made would be passed by. Asked here, where a tracer's tensors know it too.
+    # A change in place since the residual was made would be passed by. Asked here, where a tracer's tensors know it.
     ctx.linked, ctx.through_link = linked, link is not None and residual is not None and residual._version == 0
     ctx.arguments = (kind, k, constant, relu, residual is not None, lean, need_dresidual, channels_last)
 

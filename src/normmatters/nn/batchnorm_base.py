@@ -82,7 +82,7 @@ class _LpBatchNorm(_NormBase):
 
         Hand the output and the link that comes with it on together: the output to whatever else uses it, both to the
         ``forward_linked`` whose residual it is. That saves two passes over memory. There is no link, but None, unless
-        ``linked``, and where no kernel runs; the result is the same. Change the output in place, and the link is not used.
+        ``linked``, and where no kernel runs; the result is the same. An output changed in place does without it.
 
         Example::
 
