@@ -22,6 +22,7 @@ from normmatters.convert.parts import has_hooks
 from normmatters.convert.trace import Unannounced, setting
 from normmatters.nn import twin
 from normmatters.nn.batchnorm_base import _LpBatchNorm
+from normmatters.nn.leaf import function_call
 
 
 class FusedReLU(nn.Identity):
@@ -177,6 +178,8 @@ def norm_add_relu(norm: Any, input: Tensor, residual: Tensor) -> Tensor:
     The shapes are not known when a block is traced, and an add may broadcast where the fused operation must not.
     ``norm`` has ``act="relu"``.
     """
+    if isinstance(input, fx.Proxy):
+        return function_call(norm_add_relu, norm, input, residual)  # type: ignore[no-any-return]
     if residual.shape == input.shape and residual.dtype == input.dtype:
         return norm(input, residual)  # type: ignore[no-any-return]
     act, norm.act = norm.act, None
@@ -211,6 +214,8 @@ def until_norm(shortcut: nn.Module, input: Tensor) -> Pending:
     So much is decided at every call, for modules may be exchanged or watched. The norm reads what a convolution has
     just made: nobody else can write to that before the add.
     """
+    if isinstance(input, fx.Proxy):
+        return function_call(until_norm, shortcut, input)  # type: ignore[no-any-return]
     modules = _in_a_row(shortcut)
     fresh = len(modules) > 1 and isinstance(modules[-2], (nn.modules.conv._ConvNd, nn.Linear))
     if not (fresh and isinstance(modules[-1], _LpBatchNorm)) or watched(modules[-1]):
@@ -229,6 +234,8 @@ def _in_a_row(module: nn.Module) -> list[Any]:
 
 def norm_norm_add_relu(norm: Any, input: Tensor, pending: Pending) -> Tensor:
     """relu(norm(input) + shortcut), in one operation where the shortcut's norm fits; ``norm`` has ``act="relu"``."""
+    if isinstance(input, fx.Proxy):
+        return function_call(norm_norm_add_relu, norm, input, pending)  # type: ignore[no-any-return]
     other, value = pending
     if not watched(norm) and twin.fit(norm, input, other, value):
         return twin.twin_batch_norm(norm, input, other, value)[0]
@@ -302,6 +309,8 @@ class LinkedSequential(nn.Sequential):
 
     def forward(self, input: Tensor) -> Tensor:
         """As ``nn.Sequential``."""
+        if isinstance(input, fx.Proxy):
+            return super().forward(input)  # type: ignore[no-any-return]
         modules: list[Any] = list(self)
         link = None
         for module, following in zip(modules, [*modules[1:], None]):
