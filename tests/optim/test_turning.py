@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.utils import prune
 
 from normmatters.optim import Angular, AngularSGD, channel_norms, multi_tensor
 from quick_interpreter import quicken
@@ -77,6 +78,24 @@ def test_a_pruned_neuron_stays_zero(kind, kernel, monkeypatch):
         torch.testing.assert_close(channel_norms(after)[kept], norms[kept])
         turned = torch.nn.functional.cosine_similarity(before, after).acos()[kept]
         torch.testing.assert_close(turned, torch.full_like(turned, 0.1), rtol=1e-4, atol=0)
+
+
+def test_pruned_by_a_mask_and_then_for_good():
+    """What is behind the mask has a direction; when it is removed, zeros take its place."""
+    torch.manual_seed(0)
+    layer = nn.Linear(6, 4)
+    prune.ln_structured(layer, "weight", amount=2, n=2, dim=0)
+    optimizer = AngularSGD([layer.weight_orig], angle=0.1)
+    norms = channel_norms(layer.weight.detach())
+    assert norms.count_nonzero() == 2
+    for step in range(4):
+        if step == 2:
+            prune.remove(layer, "weight")
+        optimizer.zero_grad()
+        layer(torch.eye(6)).square().sum().backward()
+        optimizer.step()
+        layer(torch.eye(6))  # the mask's hook computes the weight
+        torch.testing.assert_close(channel_norms(layer.weight.detach()), norms)
 
 
 @pytest.mark.parametrize("how", ["load", "convert"])
