@@ -87,3 +87,8 @@ def check(model: nn.Module, x: Tensor) -> None:
         gradients.append([output, *(p.grad for p in other.parameters()), *other.buffers()])
     for mine, theirs in zip(*gradients, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
+
+
+def test_a_norm_alone_has_nothing_to_trace() -> None:
+    with pytest.raises(ValueError, match="L1BatchNorm2d as one call: trace a module that has it as a part"):
+        fx.symbolic_trace(nm.L1BatchNorm2d(4))

@@ -13,7 +13,12 @@ from torch import nn
 def module_call(module: nn.Module, *arguments: Any) -> Any:
     """The call of ``module`` as a node of the graph that is traced; the first of the arguments is an ``fx.Proxy``."""
     tracer = arguments[0].tracer
-    return tracer.create_proxy("call_module", tracer.path_of_module(module), arguments, {})
+    path = tracer.path_of_module(module)
+    if not path:
+        raise ValueError(
+            f"torch.fx records a {type(module).__name__} as one call: trace a module that has it as a part"
+        )
+    return tracer.create_proxy("call_module", path, arguments, {})
 
 
 def function_call(function: Any, module: nn.Module, *arguments: Any) -> Any:

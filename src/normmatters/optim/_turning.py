@@ -52,8 +52,8 @@ def first_norms(index: int, group: Group, known: Container[Tensor]) -> dict[Tens
             label, value = parameter_label(index, group, i), whole[bad[0]].item()
             raise ValueError(
                 f"{label}: neuron {bad[0]} has norm {value:g}; {len(bad)} of its {norm.numel()} neurons have no "
-                "direction. Initialise them, or put it in a group with angular=False; if they are pruned, keep the mask "
-                "of torch.nn.utils.prune, behind which they have one"
+                "direction. Initialise them, or put it in a group with angular=False; if they are pruned, keep the "
+                "mask of torch.nn.utils.prune, behind which they have one"
             )
         found[p] = norm
     return found
