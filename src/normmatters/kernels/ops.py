@@ -201,8 +201,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     ctx.save_for_backward(saved, code, count, statistics, index, weight, bias)
     need_dresidual = any_requires_grad(residual, link)
     channels_last = memory_format(x) is not torch.contiguous_format
-    # A change in place since the residual was made would be passed by. Asked here, where a tracer's tensors know it.
-    ctx.linked, ctx.through_link = linked, link is not None and residual is not None and residual._version == 0
+    # Both of one node: a residual changed since, be it in place, is of another, and the link would pass the change by.
+    # Asked here, where a tracer's tensors have nodes too.
+    of_link = None if link is None or residual is None else link.grad_fn
+    ctx.linked, ctx.through_link = linked, of_link is not None and residual.grad_fn is of_link
     ctx.arguments = (kind, k, constant, relu, residual is not None, lean, need_dresidual, channels_last)
 
 
