@@ -86,8 +86,8 @@ class _LpBatchNorm(_NormBase):
 
         Hand the output and the link that comes with it on together: the output to whatever else uses it, both to the
         ``forward_linked`` whose residual it is. That saves two passes over memory. There is no link, but None, unless
-        ``linked``, and where no kernel runs; the result is the same. It is not used where the residual is another tensor
-        than that output, or was changed in place.
+        ``linked``, and where no kernel runs; the result is the same. It is not used where the residual is not that
+        output any more, but changed in place.
 
         Example::
 
