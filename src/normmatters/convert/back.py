@@ -33,7 +33,7 @@ class ThenReLU:
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         if isinstance(input, Proxy):
-            return module_call(self, input, *(() if residual is None else (residual,)))  # type: ignore[no-any-return, arg-type]
+            return module_call(self, input, *(() if residual is None else (residual,)))
         output: Tensor = super().forward(input)  # type: ignore[misc]
         return torch.relu(output if residual is None else output + residual)
 

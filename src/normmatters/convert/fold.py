@@ -45,7 +45,7 @@ class Rows(nn.Identity):
 
     def forward(self, input: Tensor) -> Tensor:
         if isinstance(input, fx.Proxy):
-            return module_call(self, input)  # type: ignore[no-any-return]
+            return module_call(self, input)
         if input.dim() != 2:
             raise ValueError(f"a norm was folded into a linear layer of (N, C) outputs, got {input.dim()}D")
         return input

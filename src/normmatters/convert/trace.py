@@ -281,7 +281,7 @@ def setting(value: Any) -> Any:
         value = value.items()
     elif type(value) not in (tuple, list):
         return ...
-    return tuple([tuple(map(setting, item)) if type(item) is tuple else setting(item) for item in value])
+    return tuple([setting(item) for item in value])
 
 
 @contextmanager

@@ -20,7 +20,7 @@ class ThenAct:
 
     def forward(self, input: Tensor, *residual: Tensor) -> Tensor:
         if isinstance(input, Proxy):
-            return module_call(self, input, *residual)  # type: ignore[no-any-return, arg-type]
+            return module_call(self, input, *residual)
         output: Tensor = self.activation(self.drop(super().forward(input, *residual)))  # type: ignore[misc]
         return output
 

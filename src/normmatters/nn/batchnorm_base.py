@@ -76,7 +76,7 @@ class _LpBatchNorm(_NormBase):
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         """Normalize ``input``, (N, C, ...), add ``residual`` of the same shape if given, apply ``act`` if set."""
         if isinstance(input, Proxy):
-            return module_call(self, input, *(() if residual is None else (residual,)))  # type: ignore[no-any-return]
+            return module_call(self, input, *(() if residual is None else (residual,)))
         return self._forward(self._batch_norm, input, residual)
 
     def forward_linked(

@@ -62,7 +62,7 @@ class LpLayerNorm(nn.LayerNorm):
     def forward(self, input: Tensor) -> Tensor:
         """Normalize ``input``, (..., *normalized_shape)."""
         if isinstance(input, Proxy):
-            return module_call(self, input)  # type: ignore[no-any-return]
+            return module_call(self, input)
         return dispatch.layer_norm(
             input,
             self.normalized_shape,
@@ -139,7 +139,7 @@ class L1RMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         """Normalize ``x``, (..., *normalized_shape)."""
         if isinstance(x, Proxy):
-            return module_call(self, x)  # type: ignore[no-any-return]
+            return module_call(self, x)
         return dispatch.rms_norm(x, self.normalized_shape, self.weight, self.eps, p=1, constant=self.constant)
 
     def extra_repr(self) -> str:

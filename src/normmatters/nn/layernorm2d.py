@@ -15,7 +15,7 @@ class ChannelsFirst:
     def forward(self, input: Tensor) -> Tensor:
         """Normalize each pixel of ``input``, (N, C, H, W), over its channels."""
         if isinstance(input, Proxy):
-            return module_call(self, input)  # type: ignore[no-any-return, arg-type]
+            return module_call(self, input)
         if input.dim() != 4:
             raise ValueError(f"expected 4D input, (N, C, H, W), got {input.dim()}D input")
         output: Tensor = super().forward(input.permute(0, 2, 3, 1))  # type: ignore[misc]

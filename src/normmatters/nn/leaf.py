@@ -7,18 +7,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 
-def module_call(module: nn.Module, *arguments: Any) -> Any:
-    """The call of ``module`` as a node of the graph that is traced; the first of the arguments is an ``fx.Proxy``."""
+def module_call(module: Any, *arguments: Any) -> Tensor:
+    """The call of ``module`` as a node of the graph that is traced; the first of the arguments is an ``fx.Proxy``.
+
+    So is the result, which stands for a tensor.
+    """
     tracer = arguments[0].tracer
     path = tracer.path_of_module(module)
     if not path:
         raise ValueError(
             f"torch.fx records a {type(module).__name__} as one call: trace a module that has it as a part"
         )
-    return tracer.create_proxy("call_module", path, arguments, {})
+    output: Tensor = tracer.create_proxy("call_module", path, arguments, {})
+    return output
 
 
 def function_call(function: Any, module: nn.Module, *arguments: Any) -> Any:
