@@ -5,12 +5,11 @@ from __future__ import annotations
 import copy
 import math
 import pickle
-from collections import OrderedDict
-from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 pytest.importorskip("triton")
 
@@ -18,7 +17,6 @@ import tolerances
 from normmatters.functional import bounded_weight
 from normmatters.functional.weight import slice_norm
 from normmatters.kernels import weight_norm_ops as ops
-from normmatters.kernels.triton import weight_norm as kernels
 from normmatters.weight_norm import apply_weight_norm, fuse, fused, remove_weight_norm, unfuse
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -35,15 +33,12 @@ def tensors() -> list[Tensor]:
     return [x.to(memory_format=torch.channels_last) if x.ndim == 4 else x for x in made]
 
 
-def check_weights(v: list[Tensor], p: float, dtype: torch.dtype, *, compiler: bool = False) -> None:
+def check_weights(v: list[Tensor], p: float, dtype: torch.dtype) -> None:
     v = [x.detach().requires_grad_() for x in v]
     rho = [torch.tensor(0.5 + i, device=DEVICE) for i in range(len(v))]
     for x, r in zip(v, rho):
         assert ops.supported(x, r, dim=0, p=p, k=None) is None
-    if compiler:
-        weights: Sequence[Tensor] = ops.bounded_weights_of(v, rho, p, dtype)
-    else:
-        weights = ops.Together(v, p, dtype)(v, rho)
+    weights = ops.Together(v, p, dtype)(v, rho)
     gradients = [torch.randn(w.shape, device=DEVICE).to(dtype) for w in weights]
     torch.autograd.backward(weights, gradients)
     for x, r, w, g in zip(v, rho, weights, gradients):
@@ -72,10 +67,6 @@ def close(ours: Tensor, reference: Tensor | None, bound: float, size: float = 0.
 @pytest.mark.parametrize("p", ORDERS)
 def test_values_and_gradients(p, poisoned_empty):
     check_weights(tensors(), p, torch.float32)
-
-
-def test_operators_for_the_compiler(poisoned_empty):
-    check_weights(tensors(), 2, torch.float16, compiler=True)
 
 
 @pytest.mark.parametrize(("dtype", "out"), [(torch.float32, torch.float16), (torch.bfloat16, torch.bfloat16)])
@@ -116,28 +107,6 @@ def test_supported():
     assert "dense" in reason(v.t())
     assert "dense" in reason(v[:, :2])
     assert "meta" in reason(v.to("meta"))
-
-
-def test_opcheck():
-    v = [torch.randn(3, 5, device=DEVICE, requires_grad=True), torch.randn(2, 4, device=DEVICE, requires_grad=True)]
-    rho = [torch.ones((), device=DEVICE)] * 2
-    torch.library.opcheck(torch.ops.normmatters.bounded_weights, (v, rho, 2, torch.bfloat16))
-    flat, norms = torch.ops.normmatters.bounded_weights(v, rho, kernels.INF, torch.float32)
-    plain = [x.detach() for x in v]
-    torch.library.opcheck(
-        torch.ops.normmatters.bounded_weights_backward, (flat.detach(), plain, rho, norms, kernels.INF)
-    )
-
-
-def test_many_shapes_leave_few_plans(monkeypatch):
-    monkeypatch.setattr(ops, "_plans", OrderedDict())
-    monkeypatch.setattr(ops, "_MAX_PLANS", 3)
-    v, rho = torch.randn(2, 9, device=DEVICE), torch.ones((), device=DEVICE)
-    for n in [*range(2, 10), 2]:
-        (weight,) = ops.bounded_weights_of([v[:, :n].contiguous()], [rho], 1, torch.float32)
-        close(weight, bounded_weight(v[:, :n], 1.0, p=1), 1e-6)
-        assert len(ops._plans) <= 3
-    assert [key[-1] for key in ops._plans] == [((2, 8),), ((2, 9),), ((2, 2),)]
 
 
 def test_gradients_in_any_layout_and_missing_ones():
@@ -417,6 +386,17 @@ def test_function_transforms_take_the_plain_path(weight_norm_calls):
     swapped = {name: value.neg().requires_grad_() for name, value in values.items()}
     close(loss(model, swapped), loss(reference, swapped), 1e-6)
     assert weight_norm_calls == ["forward"]
+
+
+def test_dispatch_modes_take_the_plain_path(weight_norm_calls):
+    """They must see operators, and see those of every layer."""
+    model, reference = fuse(net()), net()
+    with FlopCounterMode(display=False) as ours:
+        step(model)
+    with FlopCounterMode(display=False) as expected:
+        same(step(model), step(reference), 0)
+    assert 2 * ours.get_total_flops() == expected.get_total_flops() > 0
+    assert weight_norm_calls == []
 
 
 # On a GPU, at real sizes ----------------------------------------------------------------------------------------------

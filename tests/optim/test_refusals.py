@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from optim_nets import convnet, groups, train
@@ -67,10 +68,46 @@ def test_numbers_out_of_range_of_a_momentum() -> None:
         norm_trajectory([0.1], -1.0, 0.9, 1.0, 1.0)
 
 
+def test_numbers_of_numpy() -> None:
+    assert equilibrium_angle(np.float32(0.5), np.float16(0.25), np.int64(0)) == 0.5
+    norms, angles = norm_trajectory(np.full(50, 0.1, np.float32), 5e-4, 0.9, 2.0, 1.0)  # type: ignore[arg-type]
+    lr = float(np.float32(0.1))
+    assert (norms, angles) == norm_trajectory([lr] * 50, 5e-4, 0.9, 2.0, 1.0)
+    with pytest.raises(TypeError, match="lr must be a number, got ndarray"):
+        equilibrium_angle(np.full(2, 0.1), 5e-4)  # type: ignore[arg-type]
+
+
 def test_a_tensor_stands_for_one_number() -> None:
     assert AngularSGD([weight(2, 2)], lr=torch.tensor(0.1), weight_decay=5e-4).param_groups[0]["lr"] == 0.1
     with pytest.raises(ValueError, match=r"tensor of one element, got shape \(2,\)"):
         AngularSGD([weight(2, 2)], lr=torch.tensor([0.1, 0.2]), weight_decay=5e-4)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda params, lr, wd, mu: AngularSGD(params, lr, mu, wd),
+        lambda params, lr, wd, mu: AngularSGD(params, angle=lr, momentum=mu),
+        lambda params, lr, wd, mu: Angular(SGD(params, lr, mu, weight_decay=wd)),
+        lambda params, lr, wd, mu: Angular(AdamW(params, lr, weight_decay=wd), angle=lr),
+        lambda params, lr, wd, mu: WeightDecayFreeSGD(params, lr, mu, weight_decay=wd, check_invariance=False),
+        lambda params, lr, wd, mu: WeightDecayFreeAdamW(params, lr, weight_decay=wd, check_invariance=False),
+    ],
+    ids=["AngularSGD", "angle", "Angular", "Angular, angle", "WeightDecayFreeSGD", "WeightDecayFreeAdamW"],
+)
+def test_numbers_of_numpy_are_those_that_they_stand_for(make: Callable[..., torch.optim.Optimizer]) -> None:
+    """As in torch.optim, to the last digit of float64; a scheduler may set them, too."""
+    runs = []
+    for number in (np.float32, lambda x: float(np.float32(x))):
+        torch.manual_seed(0)
+        p = nn.Parameter(torch.randn(3, 4, dtype=torch.float64))
+        optimizer = make([p], number(0.1), number(1e-2), number(0.9))
+        for lr in (0.1, 0.03, 0.01):
+            optimizer.param_groups[0]["lr"] = number(lr)
+            p.grad = torch.randn_like(p)
+            optimizer.step()
+        runs.append(p.detach())
+    assert torch.equal(*runs)
 
 
 @pytest.mark.parametrize(

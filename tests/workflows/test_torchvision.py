@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from zoo import assert_same_function, assert_same_step
+from zoo import assert_same_function, assert_same_step, images
 
 from normmatters.convert import ConversionReport, convert
 
@@ -48,3 +48,17 @@ def test_fused_in_l1(name: str) -> None:
     assert {change.after for change in report.changes} == {"L1BatchNorm2d"}
     assert_same_step(fused, unfused)
     assert_same_step(copy.deepcopy(fused), unfused)  # a copy is fused as well, and goes on from the same statistics
+
+
+def test_feature_extraction() -> None:
+    """By torchvision's own tracer: whole stages are those of the network, and what was merged has no name any more."""
+    extraction = pytest.importorskip("torchvision.models.feature_extraction")
+    original = build("resnet18")
+    model = convert(copy.deepcopy(original), "l2")
+    nodes = {"layer1": "1", "layer2.0": "2", "avgpool": "pool"}
+    for training in (True, False):
+        ours, theirs = (extraction.create_feature_extractor(net.train(training), nodes) for net in (model, original))
+        for mine, other in zip(ours(images()).values(), theirs(images()).values(), strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-8)
+    with pytest.raises(ValueError, match=r"'layer1\.0\.relu' is not present in model"):
+        extraction.create_feature_extractor(model, ["layer1.0.relu"])

@@ -8,6 +8,7 @@ import warnings
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from normmatters.convert.fuse import plan_fusion
 from normmatters.convert.fused import FusedBlock, FusedMaxPool2d, FusedReLU, LinkedSequential
@@ -19,6 +20,7 @@ from normmatters.nn.batchnorm_act import ThenAct
 from normmatters.nn.batchnorm_base import _LpBatchNorm
 from normmatters.nn.layernorm import L1RMSNorm, LpLayerNorm
 from normmatters.nn.layernorm2d import ChannelsFirst
+from normmatters.nn.leaf import module_call
 from normmatters.nn.replace import changed
 from normmatters.nn.sync import SyncLpBatchNorm
 from normmatters.weight_norm import BoundedWeight, ClassicWeight, remove_weight_norm
@@ -30,6 +32,8 @@ class ThenReLU:
     """For norms that were written with ``act="relu"`` by hand: PyTorch's batch norm, then the add and the ReLU."""
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+        if isinstance(input, Proxy):
+            return module_call(self, input, *(() if residual is None else (residual,)))
         output: Tensor = super().forward(input)  # type: ignore[misc]
         return torch.relu(output if residual is None else output + residual)
 

@@ -22,6 +22,7 @@ from normmatters.convert.swap import check_model, replace_modules
 from normmatters.convert.trace import Untraceable, trace_block
 from normmatters.nn.batchnorm_act import ThenAct
 from normmatters.nn.batchnorm_base import _LpBatchNorm
+from normmatters.nn.leaf import module_call
 from normmatters.weight_norm.parametrized import WEIGHT_LAYERS
 
 _log = logging.getLogger(__name__)
@@ -43,6 +44,8 @@ class Rows(nn.Identity):
     """
 
     def forward(self, input: Tensor) -> Tensor:
+        if isinstance(input, fx.Proxy):
+            return module_call(self, input)
         if input.dim() != 2:
             raise ValueError(f"a norm was folded into a linear layer of (N, C) outputs, got {input.dim()}D")
         return input

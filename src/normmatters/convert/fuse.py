@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,7 +41,7 @@ from normmatters.convert.parts import (
     not_its_own,
     slots_of,
 )
-from normmatters.convert.trace import Trace, Untraceable, trace_block
+from normmatters.convert.trace import Trace, Untraceable, setting, trace_block
 from normmatters.nn.replace import held_beside
 
 _RELUS = {F.relu, F.relu_, torch.relu, torch.relu_, "relu", "relu_"}
@@ -185,18 +185,29 @@ def _plan_traced(
     if slots is not None:
         plan.slots += slots
         return
+    through = {module for norm in matches for module in tails.get(norm, ())}
     if tails:  # go through the Sequentials that a fused norm ends, call the others whole
-        traces = _trace(block, {module for norm in matches for module in tails.get(norm, ())})
+        traces = _trace(block, through)
         matches = _matches(block, traces, set(matches), plan)
+    guards = [trace.guards | _built_of(block, through, matches.values()) for trace in traces]
     shortcuts = [around[0] for around in tails.values()]
     for mode, trace in enumerate(traces):
         for pair in matches.values():
             _rewrite(block, trace.graph, pair[mode], shortcuts)
     fused = [str(train.norm.target) for train, _ in matches.values()]
-    guards = traces[0].guards | traces[1].guards
     program = Program.of(traces[0].graph, traces[1].graph, guards, fused, links=not _changes_inputs(block, traces[0]))
     base: Any = type(block)
     plan.classes[block] = fused_class(base, program)
+
+
+def _built_of(block: nn.Module, through: set[nn.Module], matches: Iterable[tuple[_Match, _Match]]) -> dict[str, Any]:
+    """What a rewritten forward does not look at again: modules that it does not call, and which norms have a ReLU."""
+    guards = {f"{p}._modules": setting(m._modules) for p, m in block.named_modules() if m in through}
+    for match in (match for pair in matches for match in pair):
+        guards[f"{match.norm.target}.act"] = "relu"
+        gone = (match.relu, *match.identities)
+        guards |= {f"{n.target}.__class__": type(_module(block, n)) for n in gone if n.op == "call_module"}
+    return guards
 
 
 def _changes_inputs(block: nn.Module, trace: Trace) -> bool:

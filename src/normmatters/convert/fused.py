@@ -19,9 +19,10 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from normmatters.convert.parts import has_hooks
-from normmatters.convert.trace import Unannounced
+from normmatters.convert.trace import Unannounced, setting
 from normmatters.nn import twin
 from normmatters.nn.batchnorm_base import _LpBatchNorm
+from normmatters.nn.leaf import function_call
 
 
 class FusedReLU(nn.Identity):
@@ -59,8 +60,9 @@ class FusedMaxPool2d(nn.Identity):
 class Program:
     """The source of a rewritten ``forward``, one for each mode of the block, with what is needed to run it.
 
-    ``guards`` are the plain attributes of the block (flags, sizes, absent submodules) that the trace read and their
-    values then: with others the original ``forward`` could have taken another way. ``norms`` are the paths of the norms
+    ``guards``, for training and for evaluation, are the settings of the block and of its modules (flags, sizes, absent
+    submodules) that the program was made for, by their paths: with others the original ``forward`` would not be this
+    program. ``norms`` are the paths of the norms
     that took over a ReLU. ``linked`` is ``train`` once more with links (:func:`with_links`), empty where the block does
     not end in a norm that adds, or changes its input in place, a change that the link's gradient would pass by;
     ``takes_link`` says that what it adds is the block's input, or what a shortcut makes of it.
@@ -70,16 +72,19 @@ class Program:
     evaluate: str
     linked: str
     takes_link: bool
-    guards: tuple[tuple[str, Any], ...]
+    guards: tuple[tuple[tuple[str, Any], ...], ...]
     norms: tuple[str, ...]
     modules: tuple[tuple[str, str], ...]  # Python modules cannot be pickled: kept by name
     objects: tuple[tuple[str, Any], ...]
 
     @classmethod
     def of(
-        cls, train: fx.Graph, evaluate: fx.Graph, guards: dict[str, Any], norms: list[str], *, links: bool
+        cls, train: fx.Graph, evaluate: fx.Graph, guards: list[dict[str, Any]], norms: list[str], *, links: bool
     ) -> Program:
-        """The program of two traced graphs of the same block, which has no ``linked`` unless ``links``."""
+        """The program of two traced graphs of the same block, which has no ``linked`` unless ``links``.
+
+        ``guards`` come in the order of the graphs.
+        """
         linked, takes_link = with_links(train) if links else (None, False)
         graphs = [train, evaluate, *([] if linked is None else [linked])]
         codes = [graph.python_code(root_module="self") for graph in graphs]
@@ -90,7 +95,7 @@ class Program:
             codes[1].src,
             "" if linked is None else codes[2].src,
             takes_link,
-            tuple(sorted(guards.items())),
+            tuple(tuple(sorted(found.items())) for found in guards),
             tuple(sorted(norms)),
             tuple((name, names[name].__name__) for name in used if isinstance(names[name], ModuleType)),
             tuple((name, names[name]) for name in used if not isinstance(names[name], ModuleType)),
@@ -131,14 +136,20 @@ def new_block(base: Any, program: Program) -> Any:
 def fused_class(base: Any, program: Program) -> type[nn.Module]:
     """The subclass of ``base`` that runs ``program``. Blocks with the same program share it."""
     train, evaluate, linked = program.functions()
+    in_training, in_evaluation = (
+        [(path.split(".")[:-1], path.split(".")[-1], traced) for path, traced in found] for found in program.guards
+    )
 
     def check(self: nn.Module) -> None:
-        for name, traced in program.guards:
-            now = getattr(self, name)
-            if now is not traced and now != traced:
+        for owners, name, traced in in_training if self.training else in_evaluation:
+            owner: Any = self
+            for key in owners:  # asking a module for an attribute that is a module takes five times as long
+                owner = owner._modules[key] if key in owner._modules else getattr(owner, key, None)
+            now = getattr(owner, name, None)
+            if now is not traced and setting(now) != traced:
                 raise RuntimeError(
-                    f"{base.__name__}.{name} is {now!r}, but was {traced!r} when normmatters.convert fused this block: "
-                    "set it before converting, or convert with fuse=False"
+                    f"{'.'.join((base.__name__, *owners, name))} is {now!r}, but was {traced!r} when "
+                    "normmatters.convert fused this block: set it before converting, or convert with fuse=False"
                 )
 
     @functools.wraps(base.forward)
@@ -167,6 +178,8 @@ def norm_add_relu(norm: Any, input: Tensor, residual: Tensor) -> Tensor:
     The shapes are not known when a block is traced, and an add may broadcast where the fused operation must not.
     ``norm`` has ``act="relu"``.
     """
+    if isinstance(input, fx.Proxy):
+        return function_call(norm_add_relu, norm, input, residual)  # type: ignore[no-any-return]
     if residual.shape == input.shape and residual.dtype == input.dtype:
         return norm(input, residual)  # type: ignore[no-any-return]
     act, norm.act = norm.act, None
@@ -201,6 +214,8 @@ def until_norm(shortcut: nn.Module, input: Tensor) -> Pending:
     So much is decided at every call, for modules may be exchanged or watched. The norm reads what a convolution has
     just made: nobody else can write to that before the add.
     """
+    if isinstance(input, fx.Proxy):
+        return function_call(until_norm, shortcut, input)  # type: ignore[no-any-return]
     modules = _in_a_row(shortcut)
     fresh = len(modules) > 1 and isinstance(modules[-2], (nn.modules.conv._ConvNd, nn.Linear))
     if not (fresh and isinstance(modules[-1], _LpBatchNorm)) or watched(modules[-1]):
@@ -219,6 +234,8 @@ def _in_a_row(module: nn.Module) -> list[Any]:
 
 def norm_norm_add_relu(norm: Any, input: Tensor, pending: Pending) -> Tensor:
     """relu(norm(input) + shortcut), in one operation where the shortcut's norm fits; ``norm`` has ``act="relu"``."""
+    if isinstance(input, fx.Proxy):
+        return function_call(norm_norm_add_relu, norm, input, pending)  # type: ignore[no-any-return]
     other, value = pending
     if not watched(norm) and twin.fit(norm, input, other, value):
         return twin.twin_batch_norm(norm, input, other, value)[0]
@@ -292,6 +309,8 @@ class LinkedSequential(nn.Sequential):
 
     def forward(self, input: Tensor) -> Tensor:
         """As ``nn.Sequential``."""
+        if isinstance(input, fx.Proxy):
+            return super().forward(input)  # type: ignore[no-any-return]
         modules: list[Any] = list(self)
         link = None
         for module, following in zip(modules, [*modules[1:], None]):

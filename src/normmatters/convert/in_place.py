@@ -17,7 +17,7 @@ _FRESH = (nn.modules.conv._ConvNd, nn.Linear, nn.modules.batchnorm._NormBase)
 def changes(block: nn.Module, node: fx.Node, tensor: fx.Node) -> bool:
     """Whether ``node`` may change in place what ``tensor``, of the same graph, holds.
 
-    Modules are trusted not to change what they get, unless their ``inplace`` says so.
+    Modules are trusted not to change what they get, unless they have an ``inplace``: it may be set at any time.
     """
     return _is_in_place(block, node) and not _origins(block, node.all_input_nodes[:1]).isdisjoint(
         _origins(block, [tensor])
@@ -29,7 +29,7 @@ def _is_in_place(block: nn.Module, node: fx.Node) -> bool:
         module = block.get_submodule(str(node.target))
         while isinstance(module, nn.Sequential) and len(module) > 0:
             module = module[0]
-        return bool(getattr(module, "inplace", False))
+        return hasattr(module, "inplace")
     if node.op not in ("call_function", "call_method"):
         return False
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")

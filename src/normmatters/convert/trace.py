@@ -11,6 +11,7 @@ import inspect
 import operator
 import random
 import sys
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -32,7 +33,7 @@ class Untraceable(Exception):
 
 @dataclass(frozen=True)
 class Trace:
-    """The graph of a block's forward, the plain attributes of the block that it read on the way, and what it calls.
+    """The graph of a block's forward, the settings that it read on the way, and what it calls.
 
     ``called`` are the modules that the block itself calls; what those call, if traced through, is not among them.
     """
@@ -272,23 +273,39 @@ class Unannounced:
         pass
 
 
+def setting(value: Any) -> Any:
+    """A plain value as it is, a tuple for a list or dict with such values, and ``...`` for anything else."""
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if type(value) is dict:
+        value = value.items()
+    elif type(value) not in (tuple, list):
+        return ...
+    return tuple([setting(item) for item in value])
+
+
 @contextmanager
 def _recorded_reads(block: nn.Module) -> Iterator[dict[str, Any]]:
-    """Collect the plain attributes that forward reads: branches on them are decided while tracing."""
-    cls = type(block)
+    """Collect the settings that forward reads, by their paths: branches on them are decided while tracing.
+
+    They are the block's own attributes and those of its modules. What it computes from them is of no matter.
+    """
+    prefixes = {id(module): f"{path}." if path else "" for path, module in block.named_modules()}
+    not_set = {*vars(nn.Module), *vars(nn.Module())} - {"training"}
     reads: dict[str, Any] = {}
+    thread = threading.get_ident()
 
     def __getattribute__(self: nn.Module, name: str) -> Any:
-        value = cls.__getattribute__(self, name)
-        if self is block and name != "training" and (value is None or type(value) in (bool, int, float, str)):
-            if name in object.__getattribute__(self, "__dict__"):
-                reads[name] = value
+        value = super(nn.Module, self).__getattribute__(name)
+        path = prefixes.get(id(self), "") + name
+        if id(self) in prefixes and name not in not_set and path != "training" and threading.get_ident() == thread:
+            if setting(value) is not ... and inspect.getattr_static(self, name, ...) is value:
+                reads[path] = setting(value)
         return value
 
-    body = {"__getattribute__": __getattribute__, "__module__": cls.__module__}
-    recorder = type(cls.__name__, (Unannounced, cls), body)
-    object.__setattr__(block, "__class__", recorder)
+    # On the class of all, as torch.fx has it for the time of a trace: forward may ask a module for its own class.
+    nn.Module.__getattribute__ = __getattribute__  # type: ignore[method-assign, assignment]
     try:
         yield reads
     finally:
-        object.__setattr__(block, "__class__", cls)
+        del nn.Module.__getattribute__

@@ -29,11 +29,11 @@ _kernels: dict[str, Callable[..., Any]] = {}
 def register(name: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
     """Give the operator ``normmatters::name``, defined in `LIBRARY`, its kernel and its shapes.
 
-    The kernel runs on the device of the operator's first tensor.
+    The kernel runs on the device of the operator's first argument, a tensor.
     """
 
-    def there(first: Any, *others: Any) -> Any:
-        with on_device((first[0] if isinstance(first, list) else first).device):
+    def there(first: Tensor, *others: Any) -> Any:
+        with on_device(first.device):
             return kernel(first, *others)
 
     _kernels[name] = there

@@ -201,7 +201,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     ctx.save_for_backward(saved, code, count, statistics, index, weight, bias)
     need_dresidual = any_requires_grad(residual, link)
     channels_last = memory_format(x) is not torch.contiguous_format
-    ctx.linked, ctx.through_link = linked, link is not None
+    # Both of one node: a residual changed since, be it in place, is of another, and the link would pass the change by.
+    # Asked here, where a tracer's tensors have nodes too.
+    of_link = None if link is None or residual is None else link.grad_fn
+    ctx.linked, ctx.through_link = linked, of_link is not None and residual.grad_fn is of_link
     ctx.arguments = (kind, k, constant, relu, residual is not None, lean, need_dresidual, channels_last)
 
 
@@ -293,11 +296,6 @@ def batch_norm(
     weight, bias = weight if weight is None else weight.contiguous(), bias if bias is None else bias.contiguous()
     relu = act == "relu"
     lean = memory == "lean" and kind == "l1"  # the other statistics' gradients need the input itself
-    if link is not None and residual is not None:
-        if not torch.compiler.is_compiling() and residual._version > 0:
-            link = None  # changed in place since it was made: the link would pass the change by
-        else:
-            residual = residual.detach()  # its gradient takes the link
     save = torch.is_grad_enabled() and any_requires_grad(x, weight, bias, residual, link)
     linked = linked and save
     options = (running_mean, running_var, batches, momentum, eps, kind, k or 0, constant, relu, lean, save, linked)

@@ -1,15 +1,12 @@
-"""Bounded weight norm of many layers: an eager node, and ``torch.ops.normmatters.bounded_weights`` for dispatch modes.
+"""Bounded weight norm of many layers as one eager autograd node.
 
-Modes of ``__torch_dispatch__`` (tracers, counters) must see operators. These speak of one flat buffer, because the
-outputs of an operator may not share memory; :func:`bounded_weights_of` cuts it into weights, and autograd joins their
-gradients again. Otherwise :class:`Together` calls the same kernels from a :class:`torch.autograd.Function`, without the
-dispatcher's long way to a Python operator, and the kernels read the gradients where the layers left them.
+It is no operator: what watches operators (compilers, dispatch modes) has each layer compute its own weight. So the
+kernels are called without the dispatcher's long way, and read the gradients where the layers left them.
 """
 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,12 +14,9 @@ import torch
 from torch import Tensor
 
 from normmatters.kernels import backends
-from normmatters.kernels.library import LIBRARY, on_device, register
+from normmatters.kernels.library import on_device
 from normmatters.kernels.triton import weight_norm as kernels
 from normmatters.kernels.triton.rows import places_of
-
-LIBRARY.define("bounded_weights(Tensor[] v, Tensor[] rho, int p, ScalarType dtype) -> (Tensor, Tensor)")
-LIBRARY.define("bounded_weights_backward(Tensor g, Tensor[] v, Tensor[] rho, Tensor norms, int p) -> Tensor")
 
 
 def supported(v: Tensor, rho: Tensor, *, dim: int | None, p: float, k: int | None) -> str | None:
@@ -50,110 +44,17 @@ def _memory_order(v: Tensor) -> list[int]:
     return sorted(range(v.ndim), key=lambda d: -strides[d])
 
 
-def _bounded_weights(v: list[Tensor], rho: list[Tensor], p: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """ρ·v/‖v‖_p of all tensors as one flat buffer of ``dtype``, and the norms of all rows. p: 1, 2, or 0 for ∞."""
-    return _plan_of(v, p, dtype).forward(v, rho)
-
-
-def _fake_bounded_weights(v: list[Tensor], rho: list[Tensor], p: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    numel, rows = kernels.sizes(v)
-    return v[0].new_empty(numel, dtype=dtype), v[0].new_empty(rows, dtype=torch.float32)
-
-
-def _bounded_weights_backward(g: Tensor, v: list[Tensor], rho: list[Tensor], norms: Tensor, p: int) -> Tensor:
-    """The gradients of all v as one flat buffer."""
-    g = g.contiguous()
-    begin, size = g.data_ptr(), g.element_size()
-    places, _ = places_of([x.numel() for x in v])
-    return _plan_of(v, p, g.dtype).backward([begin + place * size for place in places], v, rho, norms)
-
-
-def _fake_bounded_weights_backward(g: Tensor, v: list[Tensor], rho: list[Tensor], norms: Tensor, p: int) -> Tensor:
-    return v[0].new_empty(kernels.sizes(v)[0])
-
-
-_plans: OrderedDict[Any, kernels.Plan] = OrderedDict()
-_MAX_PLANS = 256
-
-
-def _plan_of(v: list[Tensor], p: int, dtype: torch.dtype) -> kernels.Plan:
-    key = (v[0].device, v[0].dtype, p, dtype, tuple([x.shape for x in v]))
-    plan = _plans.get(key)
-    if plan is None:
-        plan = _plans[key] = kernels.Plan(v, p, dtype)
-        if len(_plans) > _MAX_PLANS:
-            _plans.popitem(last=False)
-    return plan
-
-
-def _cut(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
-    """The pieces of the flat buffer, each with the shape and memory order of its tensor."""
-    places, end = places_of([x.numel() for x in like])
-    # Split, and not sliced: its gradient is one concatenation. What lies between the pieces is split off as well.
-    sizes: list[int] = []
-    first: list[int] = []
-    for x, place, following in zip(like, places, [*places[1:], end]):
-        first.append(len(sizes))
-        gap = following - place - x.numel()
-        sizes += [x.numel(), gap] if gap else [x.numel()]
-    pieces = flat.split(sizes)
-    return [_shaped(pieces[i], x) for i, x in zip(first, like)]
-
-
-def _shaped(piece: Tensor, like: Tensor) -> Tensor:
-    order = _memory_order(like)
-    if order == list(range(like.ndim)):
-        return piece.view(like.shape)
-    inverse = [order.index(d) for d in range(like.ndim)]
-    return piece.view([like.shape[d] for d in order]).permute(inverse)
-
-
-def _register() -> None:
-    for name, kernel, fake in (
-        ("bounded_weights", _bounded_weights, _fake_bounded_weights),
-        ("bounded_weights_backward", _bounded_weights_backward, _fake_bounded_weights_backward),
-    ):
-        register(name, kernel, fake)
-
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        v, rho, p, _ = inputs
-        ctx.save_for_backward(*v, *rho, output[1])
-        ctx.mark_non_differentiable(output[1])
-        ctx.p, ctx.strides = p, [x.stride() for x in v]
-
-    def backward(ctx: Any, g: Tensor, _: Any) -> tuple[list[Tensor], list[None], None, None]:
-        *tensors, norms = ctx.saved_tensors
-        v, rho = _laid_out(tensors[: len(tensors) // 2], ctx.strides), tensors[len(tensors) // 2 :]
-        dv = torch.ops.normmatters.bounded_weights_backward(g, v, rho, norms, ctx.p)
-        return _cut(dv, v), [None] * len(rho), None, None
-
-    def differentiated_twice(ctx: Any, *_: Any) -> Any:
-        raise RuntimeError("the backward pass of bounded weights computed together can be differentiated only once")
-
-    torch.library.register_autograd("normmatters::bounded_weights", backward, setup_context=setup_context, lib=LIBRARY)
-    torch.library.register_autograd("normmatters::bounded_weights_backward", differentiated_twice, lib=LIBRARY)
-
-
-_register()
-
-
 def _code(p: float) -> int:
     return kernels.INF if p == math.inf else int(p)
 
 
-def bounded_weights_of(v: list[Tensor], rho: list[Tensor], p: float, dtype: torch.dtype) -> list[Tensor]:
-    """The weights ρ·v/‖v‖_p of many layers, each shaped and laid out as its v, in ``dtype``; by the operators.
+class Together:
+    """The weights ρ·v/‖v‖_p of many layers: made once for tensors of these shapes and strides, called often.
 
     Args:
         v: tensors of one device and dtype for which :func:`supported` has no objection.
-        rho: a scalar for each.
         p: 1, 2 or ``math.inf``.
-    """
-    return _cut(torch.ops.normmatters.bounded_weights(v, rho, _code(p), dtype)[0], v)
-
-
-class Together:
-    """:func:`bounded_weights_of` for eager mode: made once for tensors of these shapes and strides, called often.
+        dtype: of the weights, each shaped and laid out as its v.
 
     Example::
 
@@ -165,9 +66,9 @@ class Together:
         self.plan = kernels.Plan(v, _code(p), dtype)
         places, _ = places_of([x.numel() for x in v])
         self._views = [(x.shape, x.stride(), place) for x, place in zip(v, places)]
-        self._strides = [x.stride() for x in v]
 
     def __call__(self, v: Sequence[Tensor], rho: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """``rho``: a float32 scalar for each v."""
         with on_device(v[0].device):
             weights: tuple[Tensor, ...] = _BoundedWeights.apply(self, rho, *v)
         return weights
@@ -177,17 +78,12 @@ class Together:
         return tuple([flat.as_strided(*view) for view in self._views])
 
     def laid_out(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Tensors of v's shapes, each laid out as its v."""
-        return _laid_out(tensors, self._strides)
-
-
-def _laid_out(tensors: Sequence[Tensor], strides: Sequence[tuple[int, ...]]) -> list[Tensor]:
-    """The tensors with these strides: gradients come with any, and what was saved may, where hooks packed it."""
-    laid = [*tensors]
-    for i, (stride, wanted) in enumerate(zip(map(Tensor.stride, laid), strides)):
-        if stride != wanted:
-            laid[i] = _restrided(laid[i], wanted)
-    return laid
+        """The tensors, each laid out as its v: gradients come in any order, and so may what hooks packed when saved."""
+        laid = [*tensors]
+        for i, (stride, (_, wanted, _)) in enumerate(zip(map(Tensor.stride, laid), self._views)):
+            if stride != wanted:
+                laid[i] = _restrided(laid[i], wanted)
+        return laid
 
 
 def _restrided(x: Tensor, stride: tuple[int, ...]) -> Tensor:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from normmatters.nn.batchnorm import LpBatchNorm2d
+from normmatters.nn.leaf import module_call
 
 
 class ThenAct:
@@ -17,6 +19,8 @@ class ThenAct:
     activation: nn.Module
 
     def forward(self, input: Tensor, *residual: Tensor) -> Tensor:
+        if isinstance(input, Proxy):
+            return module_call(self, input, *residual)
         output: Tensor = self.activation(self.drop(super().forward(input, *residual)))  # type: ignore[misc]
         return output
 

@@ -7,12 +7,14 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.fx import Proxy
 from torch.nn import init
 from torch.nn.modules.batchnorm import _NormBase  # not BatchNorm2d: torch's SyncBatchNorm would turn us into plain L2
 
 from normmatters.functional.checks import check_act, check_memory
 from normmatters.functional.statistic import scale_constant
 from normmatters.kernels import dispatch
+from normmatters.nn.leaf import module_call
 
 T = TypeVar("T")
 
@@ -73,6 +75,8 @@ class _LpBatchNorm(_NormBase):
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         """Normalize ``input``, (N, C, ...), add ``residual`` of the same shape if given, apply ``act`` if set."""
+        if isinstance(input, Proxy):
+            return module_call(self, input, *(() if residual is None else (residual,)))
         return self._forward(self._batch_norm, input, residual)
 
     def forward_linked(
@@ -82,7 +86,8 @@ class _LpBatchNorm(_NormBase):
 
         Hand the output and the link that comes with it on together: the output to whatever else uses it, both to the
         ``forward_linked`` whose residual it is. That saves two passes over memory. There is no link, but None, unless
-        ``linked``, and where no kernel runs; the result is the same. Do not change the output in place in between.
+        ``linked``, and where no kernel runs; the result is the same. It is not used where the residual is not that
+        output any more, but changed in place.
 
         Example::
 

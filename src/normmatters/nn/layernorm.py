@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from normmatters.functional.statistic import check_constant, scale_constant, statistic_kind
 from normmatters.kernels import dispatch
+from normmatters.nn.leaf import module_call
 
 
 class LpLayerNorm(nn.LayerNorm):
@@ -59,6 +61,8 @@ class LpLayerNorm(nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalize ``input``, (..., *normalized_shape)."""
+        if isinstance(input, Proxy):
+            return module_call(self, input)
         return dispatch.layer_norm(
             input,
             self.normalized_shape,
@@ -134,6 +138,8 @@ class L1RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize ``x``, (..., *normalized_shape)."""
+        if isinstance(x, Proxy):
+            return module_call(self, x)
         return dispatch.rms_norm(x, self.normalized_shape, self.weight, self.eps, p=1, constant=self.constant)
 
     def extra_repr(self) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from torch import Tensor
+from torch.fx import Proxy
 
 from normmatters.nn.layernorm import L1LayerNorm, LpLayerNorm
+from normmatters.nn.leaf import module_call
 
 
 class ChannelsFirst:
@@ -12,6 +14,8 @@ class ChannelsFirst:
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalize each pixel of ``input``, (N, C, H, W), over its channels."""
+        if isinstance(input, Proxy):
+            return module_call(self, input)
         if input.dim() != 4:
             raise ValueError(f"expected 4D input, (N, C, H, W), got {input.dim()}D input")
         output: Tensor = super().forward(input.permute(0, 2, 3, 1))  # type: ignore[misc]

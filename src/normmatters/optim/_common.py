@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from numbers import Real
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
@@ -44,11 +45,19 @@ def check_number(name: str, value: float | Tensor, low: float = 0.0, below: floa
         if not host_known(value):
             return
         value = value.item()
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, int | float | Real):  # NumPy's are of the last kind
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
     if not low <= value or (below is not None and not value < below) or value == float("inf"):
         bound = f"in [{low:g}, {below:g})" if below is not None else f">= {low:g} and finite"
         raise ValueError(f"{name} must be {bound}, got {value}")
+
+
+def take_numbers(group: Group) -> None:
+    """Make NumPy's numbers Python's. PyTorch takes either for a double; but 1 − ηλ with a float32 is a float32."""
+    for name in ("lr", "momentum", "weight_decay", "angle", "eps"):
+        value = group.get(name)
+        if isinstance(value, Real) and not isinstance(value, int | float):
+            group[name] = float(value)
 
 
 def check_dense_gradients(index: int, group: Group) -> None:

@@ -19,6 +19,7 @@ from normmatters.optim._common import (
     loading,
     members,
     parameter_label,
+    take_numbers,
 )
 
 # w is divided by a power of two when α reaches this: exact, rare, and early enough that BN's eps and fp16 gradients,
@@ -52,6 +53,7 @@ class WeightDecayFree(Optimizer):
         super().add_param_group(param_group)
         try:
             index, group = len(self.param_groups) - 1, self.param_groups[-1]
+            take_numbers(group)
             self._check_group(index, group)
             for i, p in enumerate(group["params"] if group["weight_decay_free"] else ()):
                 if p.is_complex():
@@ -73,6 +75,7 @@ class WeightDecayFree(Optimizer):
         capturing = is_capturing()
         plain, free = [], []
         for index, group in enumerate(self.param_groups):
+            take_numbers(group)
             self._check_group(index, group)
             if capturing and not group["capturable"]:
                 raise ValueError(f"group {index} is captured into a CUDA graph: pass capturable=True")

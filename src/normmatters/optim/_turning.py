@@ -35,7 +35,8 @@ def check_turnable(index: int, group: Group) -> None:
 def first_norms(index: int, group: Group, known: Container[Tensor]) -> dict[Tensor, Tensor]:
     """The norms of every neuron of the parameters that step for the first time: those that will be kept.
 
-    Waits for the device, once in a run. Raises on a neuron of norm zero, which has no direction.
+    Waits for the device, once in a run. Raises on a neuron of norm zero, which has no direction: if it was left so by
+    mistake it would never learn. Later it may well be pruned.
     """
     found: dict[Tensor, Tensor] = {}
     for i, p in enumerate(group["params"]):
@@ -51,7 +52,8 @@ def first_norms(index: int, group: Group, known: Container[Tensor]) -> dict[Tens
             label, value = parameter_label(index, group, i), whole[bad[0]].item()
             raise ValueError(
                 f"{label}: neuron {bad[0]} has norm {value:g}; {len(bad)} of its {norm.numel()} neurons have no "
-                "direction. Initialise them, or put it in a group with angular=False"
+                "direction. Initialise them, or put it in a group with angular=False; if they are pruned, keep the "
+                "mask of torch.nn.utils.prune, behind which they have one"
             )
         found[p] = norm
     return found

@@ -32,6 +32,7 @@ from normmatters.optim._common import (
     loading,
     members,
     sgd_,
+    take_numbers,
 )
 from normmatters.optim._rows import _work_dtype
 from normmatters.optim._turning import check_angle, check_turnable, first_norms
@@ -117,6 +118,7 @@ class AngularSGD(Optimizer):
             raise ValueError("a group with angular=False is ordinary SGD and needs an lr of its own, not an angle")
         super().add_param_group(param_group)
         index, group = len(self.param_groups) - 1, self.param_groups[-1]
+        take_numbers(group)
         try:
             check_number("momentum", group["momentum"], below=1.0)
             check_number("angle" if group["lr_is_angle"] else "lr", group["lr"])
@@ -156,6 +158,7 @@ class AngularSGD(Optimizer):
         found = [members(self, index) for index in range(len(self.param_groups))]
         new: dict[Tensor, Tensor] = {}
         for index, group in enumerate(self.param_groups):
+            take_numbers(group)
             if group["angular"]:
                 check_angle(self._angle(group))
                 if not all("norm" in state for state in found[index].states):
@@ -229,6 +232,7 @@ class Angular(OptimizerWrapper):
         """The group with what Angular needs in it; raises if it cannot be turned."""
         for name, value in self._own_defaults.items():
             group.setdefault(name, value)
+        take_numbers(group)
         if not group["angular"]:
             return group
         lr = group["lr"]
@@ -278,6 +282,7 @@ class Angular(OptimizerWrapper):
         params: dict[int, list[Tensor]] = {}
         new: dict[Tensor, Tensor] = {}
         for i, group in angular:
+            take_numbers(group)
             check_dense_gradients(i, group)
             check_angle(self._angle(group))
             new |= first_norms(i, group, self._norms)

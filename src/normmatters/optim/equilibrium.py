@@ -127,6 +127,7 @@ def norm_trajectory(
     norms, angles, fourth = [], [], norm**4
     for lr in lrs:
         check_number("lr", lr)
+        lr = float(lr)  # a float32 of NumPy would make float32 of all that follows
         norms.append(fourth**0.25)
         angles.append(lr * math.sqrt(q / fourth) * unit_gradient)
         rate = 4 * lr * s * weight_decay

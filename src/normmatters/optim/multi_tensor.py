@@ -31,7 +31,8 @@ def rotate_channel_(
     """Turn every channel w of ``weight`` by ``angle`` away from its channel d of ``direction``, in place.
 
     w ← ρ(cos θ·ŵ − sin θ·d̂⊥), where d⊥ = d − ⟨d, ŵ⟩ŵ. The angle is exact and so is the new norm ρ. A channel with no
-    gradient, or whose direction lies along w, keeps its direction.
+    gradient, or whose direction lies along w, keeps its direction. One that is 0 (pruned since its norm was taken) has
+    none, and stays 0.
 
     Args:
         weight, direction, grad: one shape.
@@ -50,6 +51,8 @@ def rotate_channel_(
     if dim is not None:
         shape[dim] = -1
     length = torch.linalg.vector_norm(w, dim=dims, keepdim=True)
+    still = length.square() == 0  # 0 · w below
+    length, rho = torch.where(still, 1.0, length), torch.where(still, 0.0, norm.to(dtype).view(shape))
     along = (w * d).sum(dims, keepdim=True) / length.square()
     # Subtract first, square after: ‖d‖² − ⟨d, ŵ⟩² would lose the digits of a direction that is nearly along w.
     perpendicular = d - along * w
@@ -57,7 +60,6 @@ def rotate_channel_(
     rounding = 16 * torch.finfo(dtype).eps * torch.linalg.vector_norm(d, dim=dims, keepdim=True)
     turns = (grad != 0).any(dims, keepdim=True) & (size > rounding)
     theta = torch.where(turns, torch.as_tensor(angle, dtype=dtype, device=weight.device), 0.0)
-    rho = norm.to(dtype).view(shape)
     size = torch.where(turns, size, 1.0)
     weight.copy_(theta.cos() * (rho / length) * w - theta.sin() * (rho / size) * perpendicular)
 

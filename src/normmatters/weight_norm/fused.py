@@ -33,8 +33,9 @@ def fuse(model: M) -> M:
     On a GPU this takes a few kernels instead of several for each layer, and under autocast the weights of linear and
     convolutional layers come out in the precision they are used in. Values and gradients are those of
     :func:`bounded_weight_norm`; a layer called outside the model's forward pass computes its weight itself, as before.
-    So does every layer inside ``torch.compile``, which makes kernels of its own, and every one that the kernels cannot
-    take: on a CPU, in float64, Top(k), other p than 1, 2 and ∞, slices along another dimension than 0, sharded weights.
+    So does every layer inside ``torch.compile``, which makes kernels of its own, or under a dispatch mode, which is to
+    see operators; and every one that the kernels cannot take: on a CPU, in float64, Top(k), other p than 1, 2 and ∞,
+    slices along another dimension than 0, sharded weights.
     Nothing is added to the state dict; copies of the model are fused too, and :func:`remove_weight_norm` works as ever.
 
     The gradients of weights computed together come out together. In distributed training the weights are therefore cut
@@ -138,16 +139,11 @@ class _Fusion:
     def before(self, model: nn.Module, args: Any) -> None:
         if not _KERNELS or _plain_only(model):
             return
-        from normmatters.kernels.weight_norm_ops import Together, bounded_weights_of
+        from normmatters.kernels.weight_norm_ops import Together
 
         v: list[Any] = [layer.v() for layer in self.layers]
         rho: list[Any] = [layer.norm._buffers["rho"] for layer in self.layers]
         buckets = torch.distributed.is_available() and torch.distributed.is_initialized()
-        if torch._C._len_torch_dispatch_stack() > 0:  # a mode watches, which must see operators
-            for group, members in self._groups(v, rho, buckets).items():
-                chosen = [v[i] for i in members], [rho[i] for i in members]
-                self._put(members, bounded_weights_of(*chosen, group.p, group.dtype))
-            return
         # All that the groups depend on. As a rule it is what it was at the last pass, and so are the launches. Read by
         # `map`, as this is the host's time in every pass.
         kinds = [*map(type, v)]
@@ -211,5 +207,8 @@ def _plain_only(model: nn.Module) -> bool:
         # its forward, so that every weight would leave one graph and enter another. What is exported is to run
         # without this library.
         return True
-    # Replicas of DataParallel share this object; function transforms hand over tensors without memory.
-    return getattr(model, "_is_replica", False) or torch._C._are_functorch_transforms_active()
+    # A dispatch mode must see operators. Replicas of DataParallel share this object; function transforms hand over
+    # tensors without memory.
+    if torch._C._len_torch_dispatch_stack() > 0 or torch._C._are_functorch_transforms_active():
+        return True
+    return getattr(model, "_is_replica", False)

@@ -75,6 +75,8 @@ def _rotate(
         wd += parts[1]
         dd += parts[2]
         gg = tl.maximum(gg, parts[3])
+    norm = tl.where(ww == 0, 0.0, norm)  # a pruned row has no direction: it stays 0
+    ww = tl.where(ww == 0, 1.0, ww)
     along = wd / ww
     if FORM > 0:
         tl.debug_barrier()  # what one thread has stored another may load below

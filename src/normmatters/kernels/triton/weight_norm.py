@@ -24,7 +24,6 @@ from normmatters.kernels.triton.rows import (
     load_pointer,
     load_rows,
     load_task,
-    places_of,
     store_rows,
     tables_of,
 )
@@ -142,11 +141,6 @@ def backward_kernel(
         _backward_rows(g_ptr, v_ptr, dv_ptr + offset, norm_ptr + norms, rho, first, rows, n, P, 4, 512)
     else:
         _backward_rows(g_ptr, v_ptr, dv_ptr + offset, norm_ptr + norms, rho, first, rows, n, P, 1, 2048)
-
-
-def sizes(v: Sequence[Tensor]) -> tuple[int, int]:
-    """Elements of the flat buffer, and rows of all tensors together."""
-    return places_of([x.numel() for x in v])[1], sum(x.shape[0] for x in v)
 
 
 class Plan:

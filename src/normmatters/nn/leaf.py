@@ -1,0 +1,32 @@
+"""What ``torch.fx`` records of this library: each norm as one call, as it does with those of ``torch.nn``.
+
+It would go through any other library's ``forward``, and fail where that asks for a shape.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+
+def module_call(module: Any, *arguments: Any) -> Tensor:
+    """The call of ``module`` as a node of the graph that is traced; the first of the arguments is an ``fx.Proxy``.
+
+    So is the result, which stands for a tensor.
+    """
+    tracer = arguments[0].tracer
+    path = tracer.path_of_module(module)
+    if not path:
+        raise ValueError(
+            f"torch.fx records a {type(module).__name__} as one call: trace a module that has it as a part"
+        )
+    output: Tensor = tracer.create_proxy("call_module", path, arguments, {})
+    return output
+
+
+def function_call(function: Any, module: nn.Module, *arguments: Any) -> Any:
+    """The same for a function that is given a module first."""
+    tracer = arguments[0].tracer
+    given = tracer.create_proxy("get_attr", tracer.path_of_module(module), (), {})
+    return tracer.create_proxy("call_function", function, (given, *arguments), {})
