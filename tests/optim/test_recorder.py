@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim.lr_scheduler import MultiStepLR
 
 from normmatters.optim import (
+    AngularSGD,
     NormRecorder,
     Recording,
     StepSizeCorrection,
@@ -438,3 +439,14 @@ def test_an_optimizer_without_weight_decay_is_recorded_as_none() -> None:
     found = recorder.recording()
     assert found.weight_decay.tolist() == [[0.0]]
     assert found.lr.tolist() == [[0.1]]
+
+
+def test_an_angle_in_place_of_weight_decay_is_recorded() -> None:
+    weight = nn.Parameter(torch.eye(3))
+    optimizer = AngularSGD([weight], angle=0.01, momentum=0.0)
+    recorder = NormRecorder({"w": weight}, optimizer)
+    weight.grad = torch.eye(3).roll(1, 0)
+    optimizer.step()
+    recording = recorder.recording()
+    assert recording.weight_decay.tolist() == [[0.0]]
+    torch.testing.assert_close(recording.angles["w"], torch.full((1, 3), 0.01))

@@ -188,7 +188,8 @@ class NormRecorder:
         if self._optimizer is None:
             return
         groups = [self._optimizer.param_groups[i] for i in self._used_groups]
-        values = [g["lr"] for g in groups] + [g.get("weight_decay", 0.0) for g in groups]
+        decays = [0.0 if (decay := g.get("weight_decay")) is None else decay for g in groups]  # None beside an angle
+        values = [g["lr"] for g in groups] + decays
         if self._written is None or any(isinstance(v, Tensor) for v in values) or values != self._written:
             for place, value in zip(self._setting, values):
                 place.copy_(value) if isinstance(value, Tensor) else place.fill_(value)
