@@ -27,6 +27,7 @@ from normmatters.optim import (
     scale_invariant_parameters,
 )
 from normmatters.optim import recorder as recorder_module
+from normmatters.weight_norm import bounded_weight_norm
 
 
 def sgd(model: nn.Module, **options: Any) -> torch.optim.SGD:
@@ -220,6 +221,13 @@ def test_module_without_optimizer_and_transposed_convolutions() -> None:
         recording.effective_step_size("0.weight")
     with pytest.raises(ValueError, match="without angles"):
         recording.angle("0.weight")
+
+
+def test_the_direction_of_a_transposed_convolution_with_weight_norm() -> None:
+    layer = bounded_weight_norm(nn.ConvTranspose2d(2, 3, 2), dim=1)
+    recording = NormRecorder(layer).recording()
+    v = layer.parametrizations.weight.original
+    torch.testing.assert_close(recording.norms["parametrizations.weight.original"][0], channel_norms(v.detach(), 1))
 
 
 def test_a_channel_of_norm_zero_has_no_angle_and_spoils_no_layer() -> None:
