@@ -21,6 +21,7 @@ from normmatters.optim import (
     NormRecorder,
     Recording,
     StepSizeCorrection,
+    WeightDecayFreeSGD,
     angular_update,
     channel_norms,
     effective_step_size,
@@ -447,6 +448,26 @@ def test_an_optimizer_without_weight_decay_is_recorded_as_none() -> None:
     found = recorder.recording()
     assert found.weight_decay.tolist() == [[0.0]]
     assert found.lr.tolist() == [[0.1]]
+
+
+@pytest.mark.parametrize("options", [{}, {"lr": torch.tensor(0.05)}, {"capturable": True}])
+def test_the_learning_rate_that_acts_in_place_of_weight_decay(options: dict[str, Any]) -> None:
+    """Plain SGD whose lr grows: its effective step is that of the run with decay, but for its own 1/(1−ηλ)."""
+    decayed, free = convnet(), convnet()
+    sgd = torch.optim.SGD(groups(decayed, 0.02, 0.0), lr=0.05)
+    ours = WeightDecayFreeSGD(
+        [g | {"weight_decay_free": f} for g, f in zip(groups(free, 0.02, 0.0), (True, False))], **{"lr": 0.05} | options
+    )
+    found = []
+    for model, optimizer in ((decayed, sgd), (free, ours)):
+        recorder = NormRecorder({n: model.get_parameter(n) for n in INVARIANT}, optimizer)
+        train(model, optimizer, range(40))
+        found.append(recorder.recording())
+    assert (found[1].lr / found[0].lr)[-1] > 1.05
+    assert found[1].weight_decay.abs().max() == 0
+    for name in INVARIANT:
+        decayed_steps, ours_steps = (recording.effective_step_size(name) for recording in found)
+        torch.testing.assert_close(ours_steps, decayed_steps / (1 - 0.05 * 0.02), rtol=1e-6, atol=0)
 
 
 def test_an_angle_in_place_of_weight_decay_is_recorded() -> None:

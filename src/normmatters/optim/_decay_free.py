@@ -50,6 +50,10 @@ class WeightDecayFree(Optimizer):
         """Raise if the group's numbers are unusable. Reads no device."""
         raise TypeError(f"{type(self).__name__} defines no checks")
 
+    def _acting_lr(self, index: int, weight: Tensor) -> float | Tensor:
+        """What multiplies the next update of ``weight``, of group ``index``: lr, grown by what decay would do."""
+        raise TypeError(f"{type(self).__name__} defines no learning rate")
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         try:
