@@ -438,6 +438,20 @@ def test_record_and_correct_under_ddp() -> None:
         assert (optimizer.ratio["0.weight"] > 0).all()
 
 
+@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["float", "tensor"])
+def test_the_lr_of_an_epoch_is_its_own_also_behind_the_scheduler(lr: Any) -> None:
+    layer = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=lr)
+    scheduler = MultiStepLR(optimizer, [1])
+    recorder = NormRecorder(layer, optimizer, every="epoch")
+    for _ in range(2):
+        layer(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        scheduler.step()
+        recorder.end_epoch()
+    torch.testing.assert_close(recorder.recording().lr.flatten(), torch.tensor([0.1, 0.01]).double())
+
+
 def test_an_optimizer_without_weight_decay_is_recorded_as_none() -> None:
     layer = nn.Linear(3, 2)
     optimizer = torch.optim.Rprop(layer.parameters(), lr=0.1)

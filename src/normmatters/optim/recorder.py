@@ -207,7 +207,8 @@ class NormRecorder:
             lr, decay = group["lr"], group.get("weight_decay")
             if isinstance(inner, WeightDecayFree) and group["weight_decay_free"]:
                 lr, decay = inner._acting_lr(index, self._first[index]), None
-            lrs.append(lr)
+            # Until the row at the end of an epoch, a scheduler may fill the tensor with the next epoch's.
+            lrs.append(lr.clone() if isinstance(lr, Tensor) and self._interval == 0 else lr)
             decays.append(0.0 if decay is None else decay)  # None also beside an angle
         return lrs + decays
 
