@@ -17,15 +17,18 @@ from torch import nn
 from torch.optim.lr_scheduler import MultiStepLR
 
 from normmatters.optim import (
+    AngularSGD,
     NormRecorder,
     Recording,
     StepSizeCorrection,
+    WeightDecayFreeSGD,
     angular_update,
     channel_norms,
     effective_step_size,
     scale_invariant_parameters,
 )
 from normmatters.optim import recorder as recorder_module
+from normmatters.weight_norm import bounded_weight_norm
 
 
 def sgd(model: nn.Module, **options: Any) -> torch.optim.SGD:
@@ -219,6 +222,13 @@ def test_module_without_optimizer_and_transposed_convolutions() -> None:
         recording.effective_step_size("0.weight")
     with pytest.raises(ValueError, match="without angles"):
         recording.angle("0.weight")
+
+
+def test_the_direction_of_a_transposed_convolution_with_weight_norm() -> None:
+    layer = bounded_weight_norm(nn.ConvTranspose2d(2, 3, 2), dim=1)
+    recording = NormRecorder(layer).recording()
+    v = layer.parametrizations.weight.original
+    torch.testing.assert_close(recording.norms["parametrizations.weight.original"][0], channel_norms(v.detach(), 1))
 
 
 def test_a_channel_of_norm_zero_has_no_angle_and_spoils_no_layer() -> None:
@@ -428,6 +438,20 @@ def test_record_and_correct_under_ddp() -> None:
         assert (optimizer.ratio["0.weight"] > 0).all()
 
 
+@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["float", "tensor"])
+def test_the_lr_of_an_epoch_is_its_own_also_behind_the_scheduler(lr: Any) -> None:
+    layer = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=lr)
+    scheduler = MultiStepLR(optimizer, [1])
+    recorder = NormRecorder(layer, optimizer, every="epoch")
+    for _ in range(2):
+        layer(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        scheduler.step()
+        recorder.end_epoch()
+    torch.testing.assert_close(recorder.recording().lr.flatten(), torch.tensor([0.1, 0.01]).double())
+
+
 def test_an_optimizer_without_weight_decay_is_recorded_as_none() -> None:
     layer = nn.Linear(3, 2)
     optimizer = torch.optim.Rprop(layer.parameters(), lr=0.1)
@@ -438,3 +462,34 @@ def test_an_optimizer_without_weight_decay_is_recorded_as_none() -> None:
     found = recorder.recording()
     assert found.weight_decay.tolist() == [[0.0]]
     assert found.lr.tolist() == [[0.1]]
+
+
+@pytest.mark.parametrize("options", [{}, {"lr": torch.tensor(0.05)}, {"capturable": True}])
+def test_the_learning_rate_that_acts_in_place_of_weight_decay(options: dict[str, Any]) -> None:
+    """Plain SGD whose lr grows: its effective step is that of the run with decay, but for its own 1/(1−ηλ)."""
+    decayed, free = convnet(), convnet()
+    sgd = torch.optim.SGD(groups(decayed, 0.02, 0.0), lr=0.05)
+    ours = WeightDecayFreeSGD(
+        [g | {"weight_decay_free": f} for g, f in zip(groups(free, 0.02, 0.0), (True, False))], **{"lr": 0.05} | options
+    )
+    found = []
+    for model, optimizer in ((decayed, sgd), (free, ours)):
+        recorder = NormRecorder({n: model.get_parameter(n) for n in INVARIANT}, optimizer)
+        train(model, optimizer, range(40))
+        found.append(recorder.recording())
+    assert (found[1].lr / found[0].lr)[-1] > 1.05
+    assert found[1].weight_decay.abs().max() == 0
+    for name in INVARIANT:
+        decayed_steps, ours_steps = (recording.effective_step_size(name) for recording in found)
+        torch.testing.assert_close(ours_steps, decayed_steps / (1 - 0.05 * 0.02), rtol=1e-6, atol=0)
+
+
+def test_an_angle_in_place_of_weight_decay_is_recorded() -> None:
+    weight = nn.Parameter(torch.eye(3))
+    optimizer = AngularSGD([weight], angle=0.01, momentum=0.0)
+    recorder = NormRecorder({"w": weight}, optimizer)
+    weight.grad = torch.eye(3).roll(1, 0)
+    optimizer.step()
+    recording = recorder.recording()
+    assert recording.weight_decay.tolist() == [[0.0]]
+    torch.testing.assert_close(recording.angles["w"], torch.full((1, 3), 0.01))

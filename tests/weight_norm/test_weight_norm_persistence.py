@@ -256,3 +256,22 @@ def test_functional_call_and_vmap_over_an_ensemble():
     parameters, buffers = torch.func.stack_module_state(models)
     out = torch.vmap(lambda p, b: torch.func.functional_call(models[0], (p, b), (X,)))(parameters, buffers)
     torch.testing.assert_close(out, torch.stack([model(X) for model in models]))
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(4, 5), nn.LSTM(4, 5)], ids=["linear", "lstm"])
+def test_replicas_of_data_parallel(layer, monkeypatch):
+    """They have no parameters but computed tensors; copies on the CPU stand for the broadcast to other GPUs."""
+    module = sys.modules["torch.nn.parallel.replicate"]
+    monkeypatch.setattr(module, "_get_device_index", lambda device, *_: device)
+    copies = lambda tensors, *_, **__: [[t.clone() for t in tensors]]  # noqa: E731
+    monkeypatch.setattr(module, "_broadcast_coalesced_reshape", copies)
+    model = nn.Sequential(copy.deepcopy(layer))
+    apply_weight_norm(model)
+    (replica,) = module.replicate(model, [0])
+    x = torch.randn(3, 2, 4)
+    outputs = [out[0] if isinstance(out, tuple) else out for out in (model(x), replica(x))]
+    torch.testing.assert_close(*outputs)
+    parameters = list(model.parameters())
+    own, of_replica = (torch.autograd.grad(out.square().sum(), parameters) for out in outputs)
+    for a, b in zip(own, of_replica):
+        torch.testing.assert_close(a, b)

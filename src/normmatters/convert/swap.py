@@ -68,7 +68,8 @@ def convert(
     ``isinstance``, attributes, copying, pickling and ``torch.compile`` go on working. What cannot be fused safely is
     converted without, and the report says why. A fused norm returns the ReLU's output: to look at what a norm itself
     gives, convert with ``fuse=False``, or put a hook on it before. In the stem of a ResNet an L1 norm takes over the
-    max pool too (3×3, stride 2, padding 1), and returns the pool's output.
+    max pool too (3×3, stride 2, padding 1), and returns the pool's output. Exchange norms, ReLUs and pools for other
+    modules before, or after :func:`to_torch`: what a norm took over stays with it.
 
     Exactly ``nn.BatchNorm1d/2d/3d`` are replaced, ``nn.SyncBatchNorm`` by :class:`~normmatters.nn.SyncLpBatchNorm`, and
     timm's ``BatchNormAct2d`` with its activation; on request ``nn.LayerNorm`` and the layer norms of timm and

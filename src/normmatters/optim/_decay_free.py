@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from operator import attrgetter, itemgetter
 from typing import Any, TypeVar
 
@@ -22,9 +21,11 @@ from normmatters.optim._common import (
     take_numbers,
 )
 
-# w is divided by a power of two when α reaches this: exact, rare, and early enough that BN's eps and fp16 gradients,
-# which see the norm, hardly notice.
+# α is kept below this, early enough that BN's eps and fp16 gradients, which see the norm, hardly notice.
 RESCALE_AT = 16.0
+# How much w is divided by then: so little that batch norm's running statistics, which are of the last weights and know
+# nothing of it, still fit. Divided by 16 at once, evaluation would be wrong for some 50 steps.
+_RESCALE_BY = 1.01
 # |cos(w, ∇L)| above which a weight is refused as not scale invariant; BN's eps and fp16 noise stay well below.
 INVARIANCE_TOLERANCE = 1e-2
 
@@ -34,10 +35,11 @@ Scalar = TypeVar("Scalar", float, Tensor)
 
 
 def rescale_factor(alpha: Scalar) -> Scalar:
-    """The power of two that brings α back below RESCALE_AT; 1 while it is there."""
-    if isinstance(alpha, Tensor):
-        return torch.where(alpha >= RESCALE_AT, 1 / RESCALE_AT, 1.0).to(alpha.dtype)
-    return 1.0 if alpha < RESCALE_AT else 2.0 ** -math.floor(math.log2(alpha))
+    """What brings α back below RESCALE_AT; 1 while it is there."""
+    factor = RESCALE_AT / _RESCALE_BY / alpha
+    if isinstance(factor, Tensor):
+        return torch.where(alpha >= RESCALE_AT, factor, 1.0)
+    return 1.0 if alpha < RESCALE_AT else factor
 
 
 class WeightDecayFree(Optimizer):
@@ -48,6 +50,10 @@ class WeightDecayFree(Optimizer):
     def _check_group(self, index: int, group: Group) -> None:
         """Raise if the group's numbers are unusable. Reads no device."""
         raise TypeError(f"{type(self).__name__} defines no checks")
+
+    def _acting_lr(self, index: int, weight: Tensor) -> float | Tensor:
+        """What multiplies the next update of ``weight``, of group ``index``: lr, grown by what decay would do."""
+        raise TypeError(f"{type(self).__name__} defines no learning rate")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)

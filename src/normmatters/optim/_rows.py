@@ -147,8 +147,9 @@ def resolve(
     pairs: list[tuple[str, Tensor]]
     if isinstance(source, nn.Module):
         pairs = [(n, p) for n, p in source.named_parameters() if p.ndim >= 2]
-        transposed = {id(m.weight) for m in source.modules() if isinstance(m, nn.modules.conv._ConvTransposeNd)}
-        found = {plain_name(n): 1 for n, p in pairs if id(p) in transposed}
+        transposed = [m for m in source.modules() if isinstance(m, nn.modules.conv._ConvTransposeNd)]
+        theirs = {id(p) for m in transposed for p in m.parameters()}  # a computed weight's parameters lie deeper
+        found = {plain_name(n): 1 for n, p in pairs if id(p) in theirs}
     elif isinstance(source, TestedChannels):
         pairs = [*source.named_parameters()]
         found = dict(source.dims)

@@ -31,6 +31,7 @@ class NormSchedule(LRScheduler):
     """Replace a learning-rate schedule by a schedule of norms: the effective steps are the same, the LR stays.
 
     A torch `LRScheduler`. Rescales the weights in place; scale-invariant weights only, or the model's output changes.
+    Running statistics of batch norms are of the weights before: evaluate before `step()`, not right after it.
 
     Args:
         optimizer: its present learning rates are kept for the scheduled weights; no weight decay on them.

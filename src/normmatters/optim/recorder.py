@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from normmatters.optim._common import is_capturing
+from normmatters.optim._decay_free import WeightDecayFree
+from normmatters.optim._exponents import innermost
 from normmatters.optim._rows import Channels, Named, TestedChannels, resolve
 from normmatters.optim.multi_tensor import ChannelMeter
 from normmatters.optim.recording import Recording, layout_signature
@@ -117,6 +119,7 @@ class NormRecorder:
         self._optimizer = optimizer
         self._group_of = self._channels.groups(optimizer) if optimizer else []
         self._used_groups = sorted(set(self._group_of))
+        self._first = dict(reversed([*zip(self._group_of, self._channels.weights)]))  # first weight of each
         self._handles = []
         self.reset()
         if optimizer is not None:
@@ -130,7 +133,8 @@ class NormRecorder:
         self._rows = _History(len(self._meter.row), channels.dtype, channels.device, self._capacity)
         self._settings = _History(2 * len(self._used_groups), torch.float64, channels.device, self._capacity)
         self._setting = torch.zeros(2 * len(self._used_groups), dtype=torch.float64, device=channels.device)
-        self._written: list[float] | None = None
+        self._written: list[float | Tensor] | None = None
+        self._of_this_step: list[float | Tensor] | None = None
         self._steps, self._row_steps, self._epoch_ends = 0, list[int](), list[int]()
         # With an optimizer row 0 is taken at the first step: weights may still be loaded or moved in between.
         if self._optimizer is None:
@@ -166,6 +170,7 @@ class NormRecorder:
     def _start(self) -> None:
         if not self._row_steps:
             self._record()
+        self._of_this_step = self._present_settings()
 
     def _stepped(self) -> None:
         # GradScaler calls a fused optimizer even for a step to skip, and tells it by this attribute; whether it is one
@@ -187,12 +192,25 @@ class NormRecorder:
         """Learning rate and weight decay of the step just taken, to the device; written only where they changed."""
         if self._optimizer is None:
             return
-        groups = [self._optimizer.param_groups[i] for i in self._used_groups]
-        values = [g["lr"] for g in groups] + [g.get("weight_decay", 0.0) for g in groups]
+        values = self._present_settings() if self._of_this_step is None else self._of_this_step
         if self._written is None or any(isinstance(v, Tensor) for v in values) or values != self._written:
             for place, value in zip(self._setting, values):
                 place.copy_(value) if isinstance(value, Tensor) else place.fill_(value)
             self._written = None if any(isinstance(v, Tensor) for v in values) else values
+
+    def _present_settings(self) -> list[float | Tensor]:
+        """The learning rates of the groups, then their weight decays; of weight-decay-free groups what acts instead."""
+        assert self._optimizer is not None
+        inner, lrs, decays = innermost(self._optimizer), list[float | Tensor](), list[float | Tensor]()
+        for index in self._used_groups:
+            group = self._optimizer.param_groups[index]
+            lr, decay = group["lr"], group.get("weight_decay")
+            if isinstance(inner, WeightDecayFree) and group["weight_decay_free"]:
+                lr, decay = inner._acting_lr(index, self._first[index]), None
+            # Until the row at the end of an epoch, a scheduler may fill the tensor with the next epoch's.
+            lrs.append(lr.clone() if isinstance(lr, Tensor) and self._interval == 0 else lr)
+            decays.append(0.0 if decay is None else decay)  # None also beside an angle
+        return lrs + decays
 
     def recording(self) -> Recording:
         """Everything recorded so far, on the host. Waits for the device."""

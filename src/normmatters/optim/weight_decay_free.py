@@ -145,6 +145,15 @@ class WeightDecayFreeSGD(WeightDecayFree):
         if decay == 1:
             raise ValueError(f"group {index}: lr * weight_decay must be below 1, got 1: nothing is left of the weights")
 
+    def _acting_lr(self, index: int, weight: Tensor) -> float | Tensor:
+        """η_t α_t α_{t+1}, of the step to come."""
+        group, state = self.param_groups[index], self.state.get(weight, {})
+        self._check_group(index, group)
+        lr = group["lr"].double() if isinstance(group["lr"], Tensor) else group["lr"]
+        settings = lr, group["weight_decay"], group["momentum"], group["nesterov"]
+        alpha = state.get("alpha", 1.0)
+        return lr * alpha * next_alpha_kappa(alpha, state.get("kappa", 0.0), *settings)[0]  # type: ignore[no-any-return]
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Take one step. ``closure``, if given, reevaluates the model and returns the loss, which is returned."""

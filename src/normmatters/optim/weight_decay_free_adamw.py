@@ -89,6 +89,14 @@ class WeightDecayFreeAdamW(WeightDecayFree):
                 "weights to zero or beyond, and a negated weight is not the same function"
             )
 
+    def _acting_lr(self, index: int, weight: Tensor) -> float | Tensor:
+        """η_t α_{t+1}, of the step to come."""
+        group = self.param_groups[index]
+        self._check_group(index, group)
+        lr = group["lr"].double() if isinstance(group["lr"], Tensor) else group["lr"]
+        alpha = self.state.get(weight, {}).get("alpha", 1.0)
+        return lr * alpha / (1 - lr * group["weight_decay"])  # type: ignore[no-any-return]
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Take one step. ``closure``, if given, reevaluates the model and returns the loss, which is returned."""

@@ -78,7 +78,7 @@ def _ready_first(name: str, computed: property) -> property:
         assert stack is not None
         norm = stack._modules["0"]
         if isinstance(norm, BoundedWeight) and len(stack._modules) == 1:
-            v = stack._parameters["original"]
+            v = stack._parameters.get("original")  # DataParallel and flat FSDP have it elsewhere
             ready = None if v is None else norm.ready.weight_for(v)
             if ready is not None:
                 return ready
