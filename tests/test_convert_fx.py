@@ -89,6 +89,24 @@ def check(model: nn.Module, x: Tensor) -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
 
 
+class Doubled(nm.L1BatchNorm2d):
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+        return 2 * super().forward(input, residual)
+
+
+def test_a_norm_of_ones_own_is_not_done_twice() -> None:
+    """The node would call all of its forward, and what that does around the norm's would be recorded behind it."""
+    model, x = Behind(Doubled(4), 4).eval(), torch.randn(5, 4, 3, 4)
+    with pytest.raises(ValueError, match=r"Doubled\.forward.*is_leaf_module"):
+        fx.symbolic_trace(model)
+
+    class Tracer(fx.Tracer):
+        def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+            return isinstance(m, Doubled) or super().is_leaf_module(m, module_qualified_name)
+
+    torch.testing.assert_close(fx.GraphModule(model, Tracer().trace(model))(x), model(x))
+
+
 def test_a_norm_alone_has_nothing_to_trace() -> None:
     with pytest.raises(ValueError, match="L1BatchNorm2d as one call: trace a module that has it as a part"):
         fx.symbolic_trace(nm.L1BatchNorm2d(4))
