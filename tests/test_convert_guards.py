@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -103,6 +104,27 @@ def test_what_the_program_follows_may_change() -> None:
 
 def test_a_trace_leaves_modules_as_they_were() -> None:
     fused()
+    assert "__getattribute__" not in vars(nn.Module)
+
+
+def test_two_threads_convert_at_a_time() -> None:
+    inside, done = threading.Event(), threading.Event()
+
+    class Slow(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            inside.set()
+            done.wait(0.1)
+            return super().forward(x)
+
+    def other() -> None:
+        inside.wait()
+        fused()
+        done.set()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    convert(Slow().double(), "l2")
+    thread.join()
     assert "__getattribute__" not in vars(nn.Module)
 
 

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 
+_ALONE = threading.RLock()  # while it traces, torch.fx and `_recorded_reads` change nn.Module itself
 _HOOKS = vars(nn.Module()).keys() - {"_parameters", "_buffers", "_modules"}  # and more that no forward writes to
 
 
@@ -49,7 +50,7 @@ def trace_block(block: nn.Module, training: bool, inline: set[nn.Module]) -> Tra
     The block is left as it was. Raises :class:`Untraceable`.
     """
     _check_forward(block)
-    with _mode(block, training), _unchanged(block), _no_random_numbers(), _recorded_reads(block) as reads:
+    with _ALONE, _mode(block, training), _unchanged(block), _no_random_numbers(), _recorded_reads(block) as reads:
         tracer = _BlockTracer(block, inline)
         try:
             graph = tracer.trace(block)
