@@ -32,6 +32,16 @@ def test_what_fusion_merged_is_one_node() -> None:
     assert not any("relu" in name for name in names)
 
 
+def test_a_graph_may_be_cleaned() -> None:
+    """The modules of a shortcut are nodes of their own: those of a module that is only handed on would be deleted."""
+    model = convert(make("resnet"), "l1").eval()
+    traced = fx.symbolic_trace(model)
+    names = [str(node.target) for node in traced.graph.nodes if node.op == "call_module"]
+    assert "layer2.0.downsample.1" in names
+    traced.delete_all_unused_submodules()
+    torch.testing.assert_close(traced(batch()), model(batch()), rtol=1e-10, atol=1e-10)
+
+
 class Behind(nn.Module):
     """A norm behind a linear layer, or a convolution where ``rank`` is 4."""
 
