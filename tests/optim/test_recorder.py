@@ -507,6 +507,16 @@ def test_the_learning_rate_that_acts_in_place_of_weight_decay(options: dict[str,
         torch.testing.assert_close(ours_steps, decayed_steps / (1 - 0.05 * 0.02), rtol=1e-6, atol=0)
 
 
+def test_the_learning_rate_that_acts_is_that_of_a_weight_that_learns() -> None:
+    frozen, weight = nn.Parameter(torch.eye(3), requires_grad=False), nn.Parameter(torch.eye(3))
+    optimizer = WeightDecayFreeSGD([frozen, weight], lr=0.1, weight_decay=0.1)
+    recorder = NormRecorder({"frozen": frozen, "weight": weight}, optimizer)
+    for _ in range(2):
+        weight.grad = torch.zeros(3, 3)
+        optimizer.step()
+    torch.testing.assert_close(recorder.recording().lr.flatten(), 0.1 / torch.tensor([0.99, 0.99**3]).double())
+
+
 def test_an_angle_in_place_of_weight_decay_is_recorded() -> None:
     weight = nn.Parameter(torch.eye(3))
     optimizer = AngularSGD([weight], angle=0.01, momentum=0.0)

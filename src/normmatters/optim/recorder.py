@@ -119,7 +119,6 @@ class NormRecorder:
         self._optimizer = optimizer
         self._group_of = self._channels.groups(optimizer) if optimizer else []
         self._used_groups = sorted(set(self._group_of))
-        self._first = dict(reversed([*zip(self._group_of, self._channels.weights)]))  # first weight of each
         self._handles = []
         self.reset()
         if optimizer is not None:
@@ -206,7 +205,9 @@ class NormRecorder:
             group = self._optimizer.param_groups[index]
             lr, decay = group["lr"], group.get("weight_decay")
             if isinstance(inner, WeightDecayFree) and group["weight_decay_free"]:
-                lr, decay = inner._acting_lr(index, self._first[index]), None
+                weights = [w for w, its in zip(self._channels.weights, self._group_of) if its == index]
+                weight = next((w for w in weights if w.grad is not None), weights[0])  # not one that is frozen
+                lr, decay = inner._acting_lr(index, weight), None
             lrs.append(lr)
             decays.append(0.0 if decay is None else decay)  # None also beside an angle
         return lrs + decays
