@@ -114,6 +114,10 @@ class _BlockTracer(fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return m not in self.inline
 
+    def create_arg(self, a: Any) -> Any:
+        # NumPy's float64 is one too, and would be written into the program by a name that is not known there.
+        return super().create_arg(float(a) if issubclass(type(a), float) else a)
+
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self.depth == 0:
             self.called.append(m)
@@ -278,9 +282,9 @@ def setting(value: Any) -> Any:
     """A plain value as it is, a tuple for a list or dict with such values, and ``...`` for anything else."""
     if value is None or type(value) in (bool, int, float, str):
         return value
-    if type(value) is dict:
+    if isinstance(value, dict):
         value = value.items()
-    elif type(value) not in (tuple, list):
+    elif not isinstance(value, (tuple, list)):
         return ...
     return tuple([setting(item) for item in value])
 
