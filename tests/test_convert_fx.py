@@ -32,6 +32,16 @@ def test_what_fusion_merged_is_one_node() -> None:
     assert not any("relu" in name for name in names)
 
 
+def test_a_graph_may_be_cleaned() -> None:
+    """The modules of a shortcut are nodes of their own: those of a module that is only handed on would be deleted."""
+    model = convert(make("resnet"), "l1").eval()
+    traced = fx.symbolic_trace(model)
+    names = [str(node.target) for node in traced.graph.nodes if node.op == "call_module"]
+    assert "layer2.0.downsample.1" in names
+    traced.delete_all_unused_submodules()
+    torch.testing.assert_close(traced(batch()), model(batch()), rtol=1e-10, atol=1e-10)
+
+
 class Behind(nn.Module):
     """A norm behind a linear layer, or a convolution where ``rank`` is 4."""
 
@@ -87,6 +97,24 @@ def check(model: nn.Module, x: Tensor) -> None:
         gradients.append([output, *(p.grad for p in other.parameters()), *other.buffers()])
     for mine, theirs in zip(*gradients, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
+
+
+class Doubled(nm.L1BatchNorm2d):
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+        return 2 * super().forward(input, residual)
+
+
+def test_a_norm_of_ones_own_is_not_done_twice() -> None:
+    """The node would call all of its forward, and what that does around the norm's would be recorded behind it."""
+    model, x = Behind(Doubled(4), 4).eval(), torch.randn(5, 4, 3, 4)
+    with pytest.raises(ValueError, match=r"Doubled\.forward.*is_leaf_module"):
+        fx.symbolic_trace(model)
+
+    class Tracer(fx.Tracer):
+        def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+            return isinstance(m, Doubled) or super().is_leaf_module(m, module_qualified_name)
+
+    torch.testing.assert_close(fx.GraphModule(model, Tracer().trace(model))(x), model(x))
 
 
 def test_a_norm_alone_has_nothing_to_trace() -> None:

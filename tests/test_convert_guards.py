@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -32,11 +34,13 @@ class Block(nn.Module):
         self.size: tuple[int, ...] = (1, 1)
         self.factors = [1.0, 1.0]
         self.table = {"factor": 1.0}
+        self.rate = np.sqrt(1.0)  # a constant of the program, which must not name NumPy
+        self.shape = torch.Size((1, 1))
 
     def forward(self, x: Tensor) -> Tensor:
         out = F.dropout(F.relu(self.bn(self.conv(x))), self.drop.p, self.drop.training)
-        out = out * (self.factors[0] * self.table["factor"])
-        if self.size == (2, 2):
+        out = out * (self.factors[0] * self.table["factor"] * self.rate)
+        if (2, 2) in (self.size, self.shape):
             out = out + 1
         shortcut = x if self.skip and type(self.none) is nn.Identity else -x
         return self.relu(self.none(self.branch(out)) + shortcut)
@@ -62,6 +66,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     r"size is \(2, 2\)": lambda block: setattr(block, "size", (2, 2)),
     r"factors is \[2.0, 1.0\]": lambda block: block.factors.__setitem__(0, 2.0),
     "table is {'factor': 2.0}": lambda block: block.table.update(factor=2.0),
+    r"shape is torch\.Size\(\[2, 2\]\)": lambda block: setattr(block, "shape", torch.Size((2, 2))),
     "bn.act is None": lambda block: setattr(block, "bn", nn.BatchNorm2d(3).double()),
     "branch.1.act is None": lambda block: block.branch.__setitem__(1, nn.BatchNorm2d(3).double()),
     "branch._modules is .*Tanh": lambda block: block.branch.append(nn.Tanh()),
@@ -103,6 +108,27 @@ def test_what_the_program_follows_may_change() -> None:
 
 def test_a_trace_leaves_modules_as_they_were() -> None:
     fused()
+    assert "__getattribute__" not in vars(nn.Module)
+
+
+def test_two_threads_convert_at_a_time() -> None:
+    inside, done = threading.Event(), threading.Event()
+
+    class Slow(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            inside.set()
+            done.wait(0.1)
+            return super().forward(x)
+
+    def other() -> None:
+        inside.wait()
+        fused()
+        done.set()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    convert(Slow().double(), "l2")
+    thread.join()
     assert "__getattribute__" not in vars(nn.Module)
 
 

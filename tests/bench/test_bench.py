@@ -14,7 +14,7 @@ from torch import Tensor
 
 from normmatters import bench
 from normmatters.bench import __main__ as command
-from normmatters.bench import harness, layers, peers, resnet50, warmup, weightnorm
+from normmatters.bench import harness, layers, peers, resnet50, roofline, warmup, weightnorm
 from normmatters.kernels import dispatch
 
 TIMED = {"error", "fwd_ms", "bwd_ms", "eager_fwd_ms", "eager_bwd_ms", "timed_by", "ratio"}
@@ -302,6 +302,10 @@ def test_some_rows_do_not_replace_the_file_of_all(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(layers, "rows", one)
     bench.run(["layers"], device="cpu", only=["cl"])
     assert list(tmp_path.iterdir()) == []
+    drawn: list[Path] = []
+    monkeypatch.setattr(roofline, "draw", lambda data, path: drawn.append(path))
+    bench.run(["layers"], device="cpu", only=["cl"], picture=tmp_path / "mine.svg")
+    assert drawn == [tmp_path / "mine.svg"]
     bench.run(["layers"], device="cpu")
     assert (tmp_path / "results" / "bench" / "layers.json").exists()
 

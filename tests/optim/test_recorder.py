@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import copy
 import dataclasses
 import sys
 import time
@@ -438,18 +439,40 @@ def test_record_and_correct_under_ddp() -> None:
         assert (optimizer.ratio["0.weight"] > 0).all()
 
 
+@pytest.mark.parametrize("stop", [False, True], ids=["", "resumed"])
+@pytest.mark.parametrize("every", ["epoch", 2])
 @pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["float", "tensor"])
-def test_the_lr_of_an_epoch_is_its_own_also_behind_the_scheduler(lr: Any) -> None:
+def test_the_lr_of_an_epoch_is_its_own_also_behind_the_scheduler(lr: Any, every: Any, stop: bool) -> None:
     layer = nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(layer.parameters(), lr=lr)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=copy.deepcopy(lr))
     scheduler = MultiStepLR(optimizer, [1])
-    recorder = NormRecorder(layer, optimizer, every="epoch")
+    recorder = NormRecorder(layer, optimizer, every=every)
     for _ in range(2):
-        layer(torch.ones(1, 3)).sum().backward()
-        optimizer.step()
+        for _ in range(3):
+            layer(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
         scheduler.step()
+        if stop:
+            state = recorder.state_dict()
+            recorder = NormRecorder(layer, optimizer, every=every)
+            recorder.load_state_dict(state)
         recorder.end_epoch()
-    torch.testing.assert_close(recorder.recording().lr.flatten(), torch.tensor([0.1, 0.01]).double())
+    recording = recorder.recording()
+    expected = [0.1 if step <= 3 else 0.01 for step in recording.steps[1:]]
+    torch.testing.assert_close(recording.lr.flatten(), torch.tensor(expected).double())
+
+
+def test_a_refused_first_step_leaves_no_row() -> None:
+    model = convnet()
+    weights = {n: model.get_parameter(n) for n in INVARIANT}
+    optimizer = WeightDecayFreeSGD(weights.values(), lr=0.1, momentum=0.9, weight_decay=1e-3)
+    recorder = NormRecorder(weights, optimizer)
+    optimizer.param_groups[0]["lr"] = 100.0
+    with pytest.raises(ValueError, match="lr \\* weight_decay"):
+        train(model, optimizer, range(1))
+    optimizer.param_groups[0]["lr"] = 0.1
+    train(model, optimizer, range(2))
+    assert recorder.recording().steps.tolist() == [0, 1, 2]
 
 
 def test_an_optimizer_without_weight_decay_is_recorded_as_none() -> None:
@@ -482,6 +505,16 @@ def test_the_learning_rate_that_acts_in_place_of_weight_decay(options: dict[str,
     for name in INVARIANT:
         decayed_steps, ours_steps = (recording.effective_step_size(name) for recording in found)
         torch.testing.assert_close(ours_steps, decayed_steps / (1 - 0.05 * 0.02), rtol=1e-6, atol=0)
+
+
+def test_the_learning_rate_that_acts_is_that_of_a_weight_that_learns() -> None:
+    frozen, weight = nn.Parameter(torch.eye(3), requires_grad=False), nn.Parameter(torch.eye(3))
+    optimizer = WeightDecayFreeSGD([frozen, weight], lr=0.1, weight_decay=0.1)
+    recorder = NormRecorder({"frozen": frozen, "weight": weight}, optimizer)
+    for _ in range(2):
+        weight.grad = torch.zeros(3, 3)
+        optimizer.step()
+    torch.testing.assert_close(recorder.recording().lr.flatten(), 0.1 / torch.tensor([0.99, 0.99**3]).double())
 
 
 def test_an_angle_in_place_of_weight_decay_is_recorded() -> None:

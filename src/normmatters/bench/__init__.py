@@ -110,8 +110,9 @@ def _run_one(
         print(report.text_row(name, report.with_passes(row, bandwidth)), flush=True)
         if out is not None:
             harness.write_json(out / f"{name}.json", name, setup, found, {"memory_bandwidth": bandwidth})
-    if name == "layers" and found and out is not None:
-        _draw({"rows": found, "environment": env, "memory_bandwidth": bandwidth}, picture or out / "roofline.svg")
+    picture = picture or (out and out / "roofline.svg")
+    if name == "layers" and found and picture is not None:
+        _draw({"rows": found, "environment": env, "memory_bandwidth": bandwidth}, picture)
     return found
 
 

@@ -215,7 +215,7 @@ def until_norm(shortcut: nn.Module, input: Tensor) -> Pending:
     just made: nobody else can write to that before the add.
     """
     if isinstance(input, fx.Proxy):
-        return function_call(until_norm, shortcut, input)  # type: ignore[no-any-return]
+        return None, shortcut(input)
     modules = _in_a_row(shortcut)
     fresh = len(modules) > 1 and isinstance(modules[-2], (nn.modules.conv._ConvNd, nn.Linear))
     if not (fresh and isinstance(modules[-1], _LpBatchNorm)) or watched(modules[-1]):
@@ -234,8 +234,6 @@ def _in_a_row(module: nn.Module) -> list[Any]:
 
 def norm_norm_add_relu(norm: Any, input: Tensor, pending: Pending) -> Tensor:
     """relu(norm(input) + shortcut), in one operation where the shortcut's norm fits; ``norm`` has ``act="relu"``."""
-    if isinstance(input, fx.Proxy):
-        return function_call(norm_norm_add_relu, norm, input, pending)  # type: ignore[no-any-return]
     other, value = pending
     if not watched(norm) and twin.fit(norm, input, other, value):
         return twin.twin_batch_norm(norm, input, other, value)[0]

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 
+_ALONE = threading.RLock()  # while it traces, torch.fx and `_recorded_reads` change nn.Module itself
 _HOOKS = vars(nn.Module()).keys() - {"_parameters", "_buffers", "_modules"}  # and more that no forward writes to
 
 
@@ -49,7 +50,7 @@ def trace_block(block: nn.Module, training: bool, inline: set[nn.Module]) -> Tra
     The block is left as it was. Raises :class:`Untraceable`.
     """
     _check_forward(block)
-    with _mode(block, training), _unchanged(block), _no_random_numbers(), _recorded_reads(block) as reads:
+    with _ALONE, _mode(block, training), _unchanged(block), _no_random_numbers(), _recorded_reads(block) as reads:
         tracer = _BlockTracer(block, inline)
         try:
             graph = tracer.trace(block)
@@ -112,6 +113,10 @@ class _BlockTracer(fx.Tracer):
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return m not in self.inline
+
+    def create_arg(self, a: Any) -> Any:
+        # NumPy's float64 is one too, and would be written into the program by a name that is not known there.
+        return super().create_arg(float(a) if issubclass(type(a), float) else a)
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self.depth == 0:
@@ -277,9 +282,9 @@ def setting(value: Any) -> Any:
     """A plain value as it is, a tuple for a list or dict with such values, and ``...`` for anything else."""
     if value is None or type(value) in (bool, int, float, str):
         return value
-    if type(value) is dict:
+    if isinstance(value, dict):
         value = value.items()
-    elif type(value) not in (tuple, list):
+    elif not isinstance(value, (tuple, list)):
         return ...
     return tuple([setting(item) for item in value])
 

@@ -201,10 +201,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     ctx.save_for_backward(saved, code, count, statistics, index, weight, bias)
     need_dresidual = any_requires_grad(residual, link)
     channels_last = memory_format(x) is not torch.contiguous_format
-    # Both of one node: a residual changed since, be it in place, is of another, and the link would pass the change by.
-    # Asked here, where a tracer's tensors have nodes too.
-    of_link = None if link is None or residual is None else link.grad_fn
-    ctx.linked, ctx.through_link = linked, of_link is not None and residual.grad_fn is of_link
+    # Both of one norm's node: a residual changed since, be it in place, is of another, and the link would pass the
+    # change by. So it might where the node stands for more, as a compiled graph's. Asked here, where a tracer's tensors
+    # have nodes too.
+    norm = None if link is None or residual is None else link.grad_fn
+    ctx.linked, ctx.through_link = linked, getattr(norm, "linked", False) and residual.grad_fn is norm
     ctx.arguments = (kind, k, constant, relu, residual is not None, lean, need_dresidual, channels_last)
 
 

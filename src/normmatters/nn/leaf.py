@@ -15,6 +15,11 @@ def module_call(module: Any, *arguments: Any) -> Tensor:
 
     So is the result, which stands for a tensor.
     """
+    if not str(module.forward.__module__).startswith("normmatters."):  # recorded whole, it would be done once more
+        raise ValueError(
+            f"torch.fx does not record {type(module).__name__}.forward, which calls the norm's own, as one call: trace "
+            "with a torch.fx.Tracer whose is_leaf_module says that it is one"
+        )
     tracer = arguments[0].tracer
     path = tracer.path_of_module(module)
     if not path:

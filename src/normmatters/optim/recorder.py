@@ -119,7 +119,6 @@ class NormRecorder:
         self._optimizer = optimizer
         self._group_of = self._channels.groups(optimizer) if optimizer else []
         self._used_groups = sorted(set(self._group_of))
-        self._first = dict(reversed([*zip(self._group_of, self._channels.weights)]))  # first weight of each
         self._handles = []
         self.reset()
         if optimizer is not None:
@@ -134,7 +133,6 @@ class NormRecorder:
         self._settings = _History(2 * len(self._used_groups), torch.float64, channels.device, self._capacity)
         self._setting = torch.zeros(2 * len(self._used_groups), dtype=torch.float64, device=channels.device)
         self._written: list[float | Tensor] | None = None
-        self._of_this_step: list[float | Tensor] | None = None
         self._steps, self._row_steps, self._epoch_ends = 0, list[int](), list[int]()
         # With an optimizer row 0 is taken at the first step: weights may still be loaded or moved in between.
         if self._optimizer is None:
@@ -167,10 +165,11 @@ class NormRecorder:
         if self._row_steps[-1] != self._steps and self._capacity is None:
             self._record()
 
+    @torch.no_grad()
     def _start(self) -> None:
+        self._keep_settings()  # before a row: it raises where the optimizer will refuse its settings
         if not self._row_steps:
             self._record()
-        self._of_this_step = self._present_settings()
 
     def _stepped(self) -> None:
         # GradScaler calls a fused optimizer even for a step to skip, and tells it by this attribute; whether it is one
@@ -184,15 +183,15 @@ class NormRecorder:
         if not self._row_steps:
             self._meter.start()
         self._rows.append(self._meter.read_())
-        self._read_settings()
         self._settings.append(self._setting)
         self._row_steps.append(self._steps)
 
-    def _read_settings(self) -> None:
-        """Learning rate and weight decay of the step just taken, to the device; written only where they changed."""
-        if self._optimizer is None:
-            return
-        values = self._present_settings() if self._of_this_step is None else self._of_this_step
+    def _keep_settings(self) -> None:
+        """Learning rate and weight decay of the step to come, to the device; written only where they changed.
+
+        Not when the row is recorded: a scheduler may have set the next ones by then.
+        """
+        values = self._present_settings()
         if self._written is None or any(isinstance(v, Tensor) for v in values) or values != self._written:
             for place, value in zip(self._setting, values):
                 place.copy_(value) if isinstance(value, Tensor) else place.fill_(value)
@@ -206,9 +205,10 @@ class NormRecorder:
             group = self._optimizer.param_groups[index]
             lr, decay = group["lr"], group.get("weight_decay")
             if isinstance(inner, WeightDecayFree) and group["weight_decay_free"]:
-                lr, decay = inner._acting_lr(index, self._first[index]), None
-            # Until the row at the end of an epoch, a scheduler may fill the tensor with the next epoch's.
-            lrs.append(lr.clone() if isinstance(lr, Tensor) and self._interval == 0 else lr)
+                weights = [w for w, its in zip(self._channels.weights, self._group_of) if its == index]
+                weight = next((w for w in weights if w.grad is not None), weights[0])  # not one that is frozen
+                lr, decay = inner._acting_lr(index, weight), None
+            lrs.append(lr)
             decays.append(0.0 if decay is None else decay)  # None also beside an angle
         return lrs + decays
 
@@ -250,6 +250,7 @@ class NormRecorder:
             "interval": self._interval,
             "rows": self._rows.stack(),
             "settings": self._settings.stack(),
+            "setting": self._setting.to("cpu", copy=True),
             "previous": [p.to("cpu", copy=True) for p in self._meter.previous],
             "steps": self._steps,
             "row_steps": list(self._row_steps),
@@ -275,7 +276,7 @@ class NormRecorder:
         if len(state["rows"]):
             self._meter.start()
             self._meter.row.copy_(state["rows"][-1])
-            self._setting.copy_(state["settings"][-1])
+            self._setting.copy_(state.get("setting", state["settings"][-1]))  # older states have only rows
         for previous, saved in zip(self._meter.previous, state["previous"]):
             previous.copy_(saved)
         self._steps, self._row_steps = state["steps"], list(state["row_steps"])
