@@ -31,6 +31,8 @@ _log = logging.getLogger(__name__)
 class ThenReLU:
     """For norms that were written with ``act="relu"`` by hand: PyTorch's batch norm, then the add and the ReLU."""
 
+    act = "relu"  # as our norms say it
+
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         if isinstance(input, Proxy):
             return module_call(self, input, *(() if residual is None else (residual,)))
@@ -118,9 +120,10 @@ def to_torch(
     taken: dict[nn.Module, nn.Module] = {}
     for module in list(model.modules()):
         if isinstance(module, FusedBlock):
-            unfused |= {module.get_submodule(path) for path in module.program.norms}
+            if module.program.fits(module):
+                unfused |= {inner for path, inner in module.named_modules() if path in module.program.norms}
             object.__setattr__(module, "__class__", module.unfused_class)
-        elif isinstance(module, LinkedSequential):
+        if isinstance(module, LinkedSequential):
             object.__setattr__(module, "__class__", nn.Sequential)
         elif isinstance(module, FusedReLU):
             taken[module] = nn.ReLU(module.inplace).train(module.training)
@@ -136,7 +139,7 @@ def to_torch(
     new: dict[nn.Module, nn.Module] = {}
     for name, module in model.named_modules():
         plain = _plain(module, module in unfused)
-        if isinstance(module, _LpBatchNorm) and module.pool is not None and not pools:
+        if isinstance(module, _LpBatchNorm) and module.pool is not None and not (pools or module in unfused):
             plain = "it has taken over a max pool, whose place is not in this model"
         if plain is None:
             continue
@@ -144,7 +147,7 @@ def to_torch(
             report.changes.append(Change(name, type(module).__name__, None, note=plain))
             if isinstance(module, _LpBatchNorm):  # what it had taken over is back in its place
                 module.act = None if module in unfused else module.act
-                module.pool = None if pools else module.pool
+                module.pool = None if pools or module in unfused else module.pool
         else:
             new[module] = plain
             report.changes.append(Change(name, type(module).__name__, type(plain).__name__))

@@ -64,12 +64,12 @@ def convert(
     """Replace the batch norms of ``model`` and merge the ReLU (and the residual add) behind each into it.
 
     The new norms hold the very same parameters, statistics and hooks, so optimizers made before go on, and state_dict
-    keys stay. A model or block keeps its class, or becomes a subclass of it where its forward had to be rewritten:
-    ``isinstance``, attributes, copying, pickling and ``torch.compile`` go on working. What cannot be fused safely is
+    keys stay. A block in which a norm takes something over becomes a subclass of its class: ``isinstance``, attributes,
+    copying, pickling and ``torch.compile`` go on working. What cannot be fused safely is
     converted without, and the report says why. A fused norm returns the ReLU's output: to look at what a norm itself
     gives, convert with ``fuse=False``, or put a hook on it before. In the stem of a ResNet an L1 norm takes over the
     max pool too (3×3, stride 2, padding 1), and returns the pool's output. Exchange norms, ReLUs and pools for other
-    modules before, or after :func:`to_torch`: what a norm took over stays with it.
+    modules before, or after :func:`to_torch`: what a norm took over stays with it, and its block raises an error.
 
     Exactly ``nn.BatchNorm1d/2d/3d`` are replaced, ``nn.SyncBatchNorm`` by :class:`~normmatters.nn.SyncLpBatchNorm`, and
     timm's ``BatchNormAct2d`` with its activation; on request ``nn.LayerNorm`` and the layer norms of timm and
