@@ -416,6 +416,12 @@ def test_report_is_a_table_and_is_logged(caplog: pytest.LogCaptureFixture) -> No
     caplog.clear()
     convert(nn.Linear(2, 2), "l1")
     assert caplog.messages == ["no norm to convert was found"]
+    caplog.clear()
+    convert(model, "l2")
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    first, *lines, last = caplog.messages[0].splitlines()
+    assert (first, last) == ("no norm was converted", "0 converted, 0 fused, 3 skipped")
+    assert lines[1].endswith("it is one of normmatters already: go back with to_torch first")
 
 
 def test_transformer_encoder_evaluates_with_our_norm() -> None:

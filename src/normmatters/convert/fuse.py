@@ -2,9 +2,10 @@
 
 A block is the smallest module whose own forward calls both the norm and the ReLU. Each block is looked at alone, so a
 model with control flow that cannot be traced still gets its blocks fused, and its class and its forward stay.
-A ReLU *module* whose every call follows a norm is replaced by a :class:`FusedReLU`, and the forward stays, behind a check
-that norm and placeholder are still there. Only a ReLU function, a ReLU module with other uses, or a residual add needs the block's forward rewritten. A max pool is merged
-where it is a module of the block's own that nothing else calls: a :class:`FusedMaxPool2d` takes its place.
+A ReLU *module* whose every call follows a norm is replaced by a :class:`FusedReLU`, and the forward stays, behind a
+check that norm and placeholder are still there. Only a ReLU function, a ReLU module with other uses, or a residual add
+needs the block's forward rewritten. A max pool is merged where it is a module of the block's own that nothing else
+calls: a :class:`FusedMaxPool2d` takes its place.
 """
 
 from __future__ import annotations

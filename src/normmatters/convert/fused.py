@@ -169,6 +169,7 @@ def fused_class(base: Any, program: Program) -> type[nn.Module]:
     in_training, in_evaluation = (
         [(path.split(".")[:-1], path.split(".")[-1], traced) for path, traced in found] for found in program.guards
     )
+    inlined = [path.split(".") for path in program.inlined]
 
     def check(self: nn.Module) -> None:
         for owners, name, traced in in_training if self.training else in_evaluation:
@@ -183,8 +184,10 @@ def fused_class(base: Any, program: Program) -> type[nn.Module]:
                     "normmatters.convert fused this block: set it before converting or after to_torch, "
                     "or convert with fuse=False"
                 )
-        for path in program.inlined:  # nobody else asks for their guards
-            inner = self.get_submodule(path)
+        for keys in inlined:  # nobody else asks for their guards
+            inner: Any = self
+            for key in keys:
+                inner = inner._modules[key]
             if isinstance(inner, FusedBlock):
                 inner.check_fusion()
 

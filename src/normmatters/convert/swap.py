@@ -98,6 +98,38 @@ def convert(
         >>> type(model[1]).__name__, model[1].act
         ('L1BatchNorm2d', 'relu')
     """
+    report = ConversionReport() if report is None else report
+    model = convert_unheard(
+        model,
+        norm,
+        k=k,
+        constant=constant,
+        memory=memory,
+        layer_norm=layer_norm,
+        fuse=fuse,
+        inplace=inplace,
+        report=report,
+    )
+    if report.converted:
+        _log.info("%s", report)
+    else:
+        _log.warning("%s", f"no norm was converted\n{report}" if report.changes else "no norm to convert was found")
+    return model
+
+
+def convert_unheard(
+    model: nn.Module,
+    norm: str | float,
+    *,
+    k: int = 10,
+    constant: str | float = "exact",
+    memory: str = "exact",
+    layer_norm: str | float | None = None,
+    fuse: bool = True,
+    inplace: bool = True,
+    report: ConversionReport,
+) -> nn.Module:
+    """:func:`convert` that logs nothing, for those who only ask what it would do."""
     check_model(model)
     spec = NormSpec.of("norm", norm, k, constant)
     layer_spec = None if layer_norm is None else NormSpec.of("layer_norm", layer_norm, k, constant)
@@ -122,7 +154,6 @@ def convert(
     pooling = [old for old in bare if isinstance(new[old], bn.LpBatchNorm2d) and new[old].p == 1]
     plan = plan_fusion(model, bare, pooling) if fuse else FusionPlan()
 
-    report = ConversionReport() if report is None else report
     for name, module in model.named_modules():
         before = type(module).__name__
         if module in skipped:
@@ -138,9 +169,7 @@ def convert(
         new[old].act = "relu"  # type: ignore[assignment]
     for old in plan.pools:
         new[old].pool = "max"  # type: ignore[assignment]
-    model = replace_modules(model, new)
-    _log.log(logging.INFO if new else logging.WARNING, "%s", report if new else "no norm to convert was found")
-    return model
+    return replace_modules(model, new)
 
 
 @dataclass(frozen=True)
