@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -199,17 +200,19 @@ class NormRecorder:
             self._written = None if any(isinstance(v, Tensor) for v in values) else values
 
     def _present_settings(self) -> list[float | Tensor]:
-        """The learning rates of the groups, then their weight decays; of weight-decay-free groups what acts instead."""
+        """The learning rates of the groups, those that act in weight-decay-free ones, then their weight decays."""
         assert self._optimizer is not None
         inner, lrs, decays = innermost(self._optimizer), list[float | Tensor](), list[float | Tensor]()
         for index in self._used_groups:
             group = self._optimizer.param_groups[index]
             lr, decay = group["lr"], group.get("weight_decay")
             if isinstance(inner, WeightDecayFree) and group["weight_decay_free"]:
-                lr, decay = inner._acting_lr(index, self._first[index]), None
+                lr, decay = inner._acting_lr(index, self._first[index]), math.nan
+            elif group.get("angular"):
+                decay = math.nan
             # Until the row at the end of an epoch, a scheduler may fill the tensor with the next epoch's.
             lrs.append(lr.clone() if isinstance(lr, Tensor) and self._interval == 0 else lr)
-            decays.append(0.0 if decay is None else decay)  # None also beside an angle
+            decays.append(0.0 if decay is None else decay)
         return lrs + decays
 
     def recording(self) -> Recording:
