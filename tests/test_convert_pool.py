@@ -149,9 +149,9 @@ def test_taken_over(model, norm):
 
 def test_of_a_resnet_only_the_placeholders_are_new():
     model = convert(ResNet(BasicBlock), "l1")
-    assert not model.program.train  # its own forward
+    assert not model.fusion_program.train  # its own forward
     assert (type(model.relu), type(model.maxpool)) == (FusedReLU, FusedMaxPool2d)
-    assert convert(FunctionalReLU(), "l1").program.train
+    assert convert(FunctionalReLU(), "l1").fusion_program.train
 
 
 # What is not ---------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 from torch.testing import assert_close
 
@@ -227,6 +228,36 @@ def test_a_sequential_of_blocks_hands_links_on_and_is_guarded() -> None:
     model[2] = nn.SiLU()
     with pytest.raises(RuntimeError, match="LinkedSequential.2.__class__ is .*SiLU" + ERROR):
         model(x())
+
+
+class Double(nn.Module):
+    def forward(self, w: Tensor) -> Tensor:
+        return 2 * w
+
+
+class Scaled(nn.Module):
+    """A block with a parameter, and an attribute, of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.bn, self.relu = nn.Parameter(torch.ones(1)), nn.BatchNorm2d(3), nn.ReLU()
+        self.program = "the user's"
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.relu(self.bn(x * self.scale))
+
+
+def test_a_block_that_is_parametrized_later_goes_back() -> None:
+    plain, model = Scaled().double(), copy.deepcopy(convert(Scaled().double(), "l1"))
+    for each in (plain, model):
+        parametrize.register_parametrization(each, "scale", Double())
+    same(model, plain)
+    same(to_torch(model), plain)
+    assert type(model.relu) is nn.ReLU
+    for each in (plain, model):
+        parametrize.remove_parametrizations(each, "scale")
+    assert type(model) is Scaled
+    same(model, plain)
 
 
 @pytest.mark.parametrize("make", [resnet, vgg])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -120,9 +121,9 @@ def to_torch(
     taken: dict[nn.Module, nn.Module] = {}
     for module in list(model.modules()):
         if isinstance(module, FusedBlock):
-            if module.program.fits(module):
-                unfused |= {inner for path, inner in module.named_modules() if path in module.program.norms}
-            object.__setattr__(module, "__class__", module.unfused_class)
+            if module.fusion_program.fits(module):
+                unfused |= {inner for path, inner in module.named_modules() if path in module.fusion_program.norms}
+            object.__setattr__(module, "__class__", _unfused_class(type(module)))
         if isinstance(module, LinkedSequential):
             object.__setattr__(module, "__class__", nn.Sequential)
         elif isinstance(module, FusedReLU):
@@ -157,6 +158,15 @@ def to_torch(
         kept = ", ".join(f"{change.name or '(model)'} ({change.before}: {change.note})" for change in report.skipped)
         warnings.warn(f"to_torch kept modules that torch.nn has nothing equal for: {kept}", stacklevel=2)
     return model
+
+
+def _unfused_class(fused: Any) -> Any:
+    """The class before the fusion; what others put on top of the fused one since (parametrize, FSDP) stays on top."""
+    if "unfused_class" in vars(fused):
+        return fused.unfused_class
+    bases = tuple(_unfused_class(base) if issubclass(base, FusedBlock) else base for base in fused.__bases__)
+    body = {name: value for name, value in vars(fused).items() if name not in ("__dict__", "__weakref__")}
+    return type(fused.__name__, bases, body)
 
 
 def _plain(module: nn.Module, unfused: bool) -> nn.Module | str | None:

@@ -86,7 +86,7 @@ class FusionPlan:
             length = len(block) if isinstance(block, nn.Sequential) else None
             if isinstance(block, FusedBlock):  # by an earlier conversion
                 base = block.unfused_class
-                guards = dict(block.program.guards[0]) | guards if block.program.fits(block) else guards
+                guards = dict(block.fusion_program.guards[0]) | guards if block.fusion_program.fits(block) else guards
             self.classes[block] = fused_class(base, Program.of_placeholders(guards, length))
         for block, cls in self.classes.items():
             object.__setattr__(block, "__class__", cls)

@@ -147,13 +147,13 @@ def _compile(source: str, names: dict[str, Any]) -> Any:
 class FusedBlock(Unannounced):
     """Mixin of every block whose ``forward`` was rewritten."""
 
-    program: ClassVar[Program]
+    fusion_program: ClassVar[Program]  # a block of the user's may well have a program
     unfused_class: ClassVar[type[nn.Module]]
     check_fusion: Callable[[], None]  # raises where a guard does not hold
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         _, _, *state = cast(tuple[Any, ...], object.__reduce_ex__(self, protocol))
-        return (new_block, (self.unfused_class, self.program), *state)
+        return (new_block, (self.unfused_class, self.fusion_program), *state)
 
 
 def new_block(base: Any, program: Program) -> Any:
@@ -204,7 +204,7 @@ def fused_class(base: Any, program: Program) -> type[nn.Module]:
         "forward": forward,
         "forward_linked": forward_linked,
         "check_fusion": check,
-        "program": program,
+        "fusion_program": program,
         "unfused_class": base,
         "__doc__": base.__doc__,
         "__module__": base.__module__,
@@ -390,7 +390,7 @@ class LinkedSequential(nn.Sequential):
         modules: list[Any] = list(self)
         link = None
         for module, following in zip(modules, [*modules[1:], None]):
-            wanted = links(module) and links(following) and following.program.takes_link
+            wanted = links(module) and links(following) and following.fusion_program.takes_link
             if wanted or link is not None:
                 input, link = module.forward_linked(input, link, wanted)
             else:
@@ -402,7 +402,7 @@ def links(module: Any) -> bool:
     """Whether the module is a block in training that ends in a fused norm, and nobody would miss its being called."""
     return (
         isinstance(module, FusedBlock)
-        and bool(module.program.linked)
+        and bool(module.fusion_program.linked)
         and module.training  # type: ignore[attr-defined]
         and not watched(module)  # type: ignore[arg-type]
         and module._compiled_call_impl is None  # type: ignore[attr-defined]
@@ -414,7 +414,8 @@ def link_sequentials(model: nn.Module) -> None:
     for module in model.modules():
         guarded = isinstance(module, FusedBlock) and module.unfused_class is nn.Sequential
         if type(module) is nn.Sequential or guarded:
-            programs = [child.program if isinstance(child, FusedBlock) else None for child in module._modules.values()]
+            children = module._modules.values()
+            programs = [child.fusion_program if isinstance(child, FusedBlock) else None for child in children]
             if any(a and b and a.linked and b.takes_link for a, b in zip(programs, programs[1:])):
-                linked = fused_class(LinkedSequential, module.program) if guarded else LinkedSequential
+                linked = fused_class(LinkedSequential, module.fusion_program) if guarded else LinkedSequential
                 object.__setattr__(module, "__class__", linked)
