@@ -75,9 +75,12 @@ def test_checkpoints_move_both_ways(name: str) -> None:
     assert_close(converted.eval()(batch()), plain.eval()(batch()))
 
 
-def test_only_blocks_with_an_add_or_a_functional_relu_change_class() -> None:
+def test_only_blocks_whose_norms_take_something_over_change_class() -> None:
     model = convert(ResNet(), "l1")
-    assert type(model) is ResNet
+    assert type(model).__name__ == "FusedResNet"
+    assert isinstance(model, ResNet)
+    assert type(model.layer1[0].downsample) in (type(None), nn.Sequential)
+    assert type(convert(ResNet(), "l1", fuse=False)) is ResNet
     assert type(model.layer1[0]).__name__ == "FusedBasicBlock"
     assert isinstance(model.layer1[0], BasicBlock)
     assert type(model.layer1[0]) is type(model.layer1[1])  # the same program, one class
@@ -413,6 +416,12 @@ def test_report_is_a_table_and_is_logged(caplog: pytest.LogCaptureFixture) -> No
     caplog.clear()
     convert(nn.Linear(2, 2), "l1")
     assert caplog.messages == ["no norm to convert was found"]
+    caplog.clear()
+    convert(model, "l2")
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    first, *lines, last = caplog.messages[0].splitlines()
+    assert (first, last) == ("no norm was converted", "0 converted, 0 fused, 3 skipped")
+    assert lines[1].endswith("it is one of normmatters already: go back with to_torch first")
 
 
 def test_transformer_encoder_evaluates_with_our_norm() -> None:

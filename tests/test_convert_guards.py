@@ -148,4 +148,4 @@ def test_a_module_that_may_change_the_blocks_input_is_known() -> None:
     block: Any = convert(Starts(), "l1")
     assert not block.act.inplace
     assert block.bn.act == "relu"
-    assert not block.program.linked
+    assert not block.fusion_program.linked

@@ -170,6 +170,19 @@ def test_a_model_that_cannot_be_copied_is_measured() -> None:
     assert diagnose(model, torch.randn(4, 3, 6, 6)).norms == expected.norms
 
 
+@pytest.mark.parametrize("norms", [[nn.BatchNorm2d(4)], []])
+def test_it_logs_nothing_where_there_is_nothing_to_convert(
+    norms: list[nn.Module], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), *norms)
+    if norms:
+        model = nm.convert(model, "l1")
+    found = diagnose(model)
+    assert caplog.messages == []
+    notes = ["it is one of normmatters already: go back with to_torch first"]
+    assert [(layer.becomes, layer.note) for layer in found.norms] == [(None, note) for note in notes[: len(norms)]]
+
+
 def test_it_prints_and_is_plain_data() -> None:
     model = small()
     nn.init.zeros_(model[0].weight[0])

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from normmatters.convert import ConversionReport, convert
-from normmatters.convert.swap import check_model
+from normmatters.convert import ConversionReport
+from normmatters.convert.swap import check_model, convert_unheard
 from normmatters.kernels import backends
 from normmatters.optim import Recipe, channel_norms, scale_invariant_parameters, steps_to_equilibrium
 from normmatters.optim._probe import unwrap
@@ -303,7 +303,7 @@ def diagnose(
     notes: list[str] = []
     ghosts = Ghosts(dtype)
     report = ConversionReport()
-    converted = convert(ghosts.of(model), norm, layer_norm=layer_norm, report=report)
+    converted = convert_unheard(ghosts.of(model), norm, layer_norm=layer_norm, report=report)
     kept: dict[str, Kept] = {}
     inputs: dict[str, tuple[int, ...]] = {}
     total = None

@@ -199,7 +199,7 @@ class Doubles(Block):
 def test_a_block_that_changes_its_input_takes_no_link(links):
     net = nn.Sequential(nn.Sequential(Block(3, 4), Doubles(4, 4), Block(4, 4), Block(4, 4)))
     model = convert(net.to(DEVICE), "l1")
-    assert not model[0][1].program.linked  # known before it runs, so that a compiled model knows it too
+    assert not model[0][1].fusion_program.linked  # known before it runs, so that a compiled model knows it too
 
     def gradients(net):
         return [t for t in step(net) if t is not None]  # Doubles has a norm that it does not use

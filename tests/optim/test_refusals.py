@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from optim_nets import convnet, groups, train
+from optim_nets import INVARIANT, convnet, groups, train
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, ReduceLROnPlateau
@@ -241,6 +242,38 @@ def test_a_recorders_state_of_other_parameter_groups() -> None:
     after = recorder.state_dict()
     assert after.keys() == before.keys()
     assert torch.equal(after["settings"], before["settings"])
+
+
+REFERENCES: dict[str, Callable[[list[dict[str, Any]]], torch.optim.Optimizer]] = {
+    "weight-decay-free": lambda groups: WeightDecayFreeSGD(
+        [groups[0], groups[1] | {"weight_decay_free": False}], lr=0.1, weight_decay=0.01
+    ),
+    "angle": lambda groups: AngularSGD(
+        [{"params": groups[0]["params"]}, {"params": groups[1]["params"], "angular": False, "lr": 0.1}], angle=0.01
+    ),
+    "recipe": lambda groups: AngularSGD([groups[0], groups[1] | {"angular": False}], lr=0.1),
+    "wrapper": lambda groups: Angular(SGD([groups[0], groups[1] | {"angular": False}], lr=0.1)),
+}
+
+
+@pytest.mark.parametrize("kind", REFERENCES)
+@pytest.mark.parametrize("user", [StepSizeCorrection, NormSchedule])
+def test_norms_that_no_decay_made_are_no_reference(user: Any, kind: str, tmp_path: Path) -> None:
+    """Its norms grow, or stay: in silence another run would get effective steps that no run with weight decay had."""
+    model = convnet()
+    optimizer = REFERENCES[kind](groups(model, 0.01))
+    invariant, others = ({n: model.get_parameter(n) for n in names} for names in (INVARIANT, ["11.weight"]))
+    recorder = NormRecorder(invariant | others, optimizer)
+    train(model, optimizer, range(3))  # type: ignore[arg-type]
+    recorder.end_epoch()
+    recorder.save(str(tmp_path / "run.safetensors"))
+    recording = Recording.load(tmp_path / "run.safetensors")
+    optimizer = SGD(model.parameters(), lr=0.1)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=r"'0.weight' was recorded under .* record a run with weight decay"):
+        user(optimizer, recording, invariant)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    recording.match(optimizer, others)  # had an ordinary optimizer
 
 
 def test_names_and_weights_must_be_there_once() -> None:

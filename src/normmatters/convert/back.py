@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,8 @@ _log = logging.getLogger(__name__)
 
 class ThenReLU:
     """For norms that were written with ``act="relu"`` by hand: PyTorch's batch norm, then the add and the ReLU."""
+
+    act = "relu"  # as our norms say it
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         if isinstance(input, Proxy):
@@ -118,9 +121,10 @@ def to_torch(
     taken: dict[nn.Module, nn.Module] = {}
     for module in list(model.modules()):
         if isinstance(module, FusedBlock):
-            unfused |= {module.get_submodule(path) for path in module.program.norms}
-            object.__setattr__(module, "__class__", module.unfused_class)
-        elif isinstance(module, LinkedSequential):
+            if module.fusion_program.fits(module):
+                unfused |= {inner for path, inner in module.named_modules() if path in module.fusion_program.norms}
+            object.__setattr__(module, "__class__", _unfused_class(type(module)))
+        if isinstance(module, LinkedSequential):
             object.__setattr__(module, "__class__", nn.Sequential)
         elif isinstance(module, FusedReLU):
             taken[module] = nn.ReLU(module.inplace).train(module.training)
@@ -136,7 +140,7 @@ def to_torch(
     new: dict[nn.Module, nn.Module] = {}
     for name, module in model.named_modules():
         plain = _plain(module, module in unfused)
-        if isinstance(module, _LpBatchNorm) and module.pool is not None and not pools:
+        if isinstance(module, _LpBatchNorm) and module.pool is not None and not (pools or module in unfused):
             plain = "it has taken over a max pool, whose place is not in this model"
         if plain is None:
             continue
@@ -144,7 +148,7 @@ def to_torch(
             report.changes.append(Change(name, type(module).__name__, None, note=plain))
             if isinstance(module, _LpBatchNorm):  # what it had taken over is back in its place
                 module.act = None if module in unfused else module.act
-                module.pool = None if pools else module.pool
+                module.pool = None if pools or module in unfused else module.pool
         else:
             new[module] = plain
             report.changes.append(Change(name, type(module).__name__, type(plain).__name__))
@@ -154,6 +158,15 @@ def to_torch(
         kept = ", ".join(f"{change.name or '(model)'} ({change.before}: {change.note})" for change in report.skipped)
         warnings.warn(f"to_torch kept modules that torch.nn has nothing equal for: {kept}", stacklevel=2)
     return model
+
+
+def _unfused_class(fused: Any) -> Any:
+    """The class before the fusion; what others put on top of the fused one since (parametrize, FSDP) stays on top."""
+    if "unfused_class" in vars(fused):
+        return fused.unfused_class
+    bases = tuple(_unfused_class(base) if issubclass(base, FusedBlock) else base for base in fused.__bases__)
+    body = {name: value for name, value in vars(fused).items() if name not in ("__dict__", "__weakref__")}
+    return type(fused.__name__, bases, body)
 
 
 def _plain(module: nn.Module, unfused: bool) -> nn.Module | str | None:

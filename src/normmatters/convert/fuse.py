@@ -2,9 +2,10 @@
 
 A block is the smallest module whose own forward calls both the norm and the ReLU. Each block is looked at alone, so a
 model with control flow that cannot be traced still gets its blocks fused, and its class and its forward stay.
-A ReLU *module* whose every call follows a norm is replaced by a :class:`FusedReLU`, and no forward changes. Only a ReLU
-function, a ReLU module with other uses, or a residual add needs the block's forward rewritten. A max pool is merged
-where it is a module of the block's own that nothing else calls: a :class:`FusedMaxPool2d` takes its place.
+A ReLU *module* whose every call follows a norm is replaced by a :class:`FusedReLU`, and the forward stays, behind a
+check that norm and placeholder are still there. Only a ReLU function, a ReLU module with other uses, or a residual add
+needs the block's forward rewritten. A max pool is merged where it is a module of the block's own that nothing else
+calls: a :class:`FusedMaxPool2d` takes its place.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ class FusionPlan:
     slots: list[tuple[nn.Module, str]] = field(default_factory=list)  # ReLUs to replace: owner and name
     pools: dict[nn.Module, tuple[nn.Module, str]] = field(default_factory=dict)  # max pools, by norm: owner and name
     classes: dict[nn.Module, type[nn.Module]] = field(default_factory=dict)  # blocks with a new forward
+    guards: dict[nn.Module, dict[str, Any]] = field(default_factory=dict)  # of blocks with placeholders
     alone: set[nn.Module] = field(default_factory=set)  # parts of a block that are called from outside it
 
     def apply(self) -> None:
@@ -79,8 +81,34 @@ class FusionPlan:
             pool = owner._modules[name]
             assert isinstance(pool, nn.MaxPool2d)
             owner._modules[name] = FusedMaxPool2d(pool)
+        for block, guards in self.guards.items():
+            base: Any = type(block)
+            length = len(block) if isinstance(block, nn.Sequential) else None
+            if isinstance(block, FusedBlock):  # by an earlier conversion
+                base = block.unfused_class
+                guards = dict(block.fusion_program.guards[0]) | guards if block.fusion_program.fits(block) else guards
+            self.classes[block] = fused_class(base, Program.of_placeholders(guards, length))
         for block, cls in self.classes.items():
             object.__setattr__(block, "__class__", cls)
+
+    def guard(self, block: nn.Module, norm: nn.Module, slots: Iterable[tuple[nn.Module, str]]) -> None:
+        """Let the block see to it that the norm and the placeholders that will be in these slots stay together."""
+        if not _may_change_class(block):
+            return
+        paths = {module: path for path, module in block.named_modules()}
+        guards = self.guards.setdefault(block, {})
+        guards[f"{paths[norm]}.act"] = "relu"
+        for owner, name in slots:
+            guards[f"{paths[owner]}.{name}.__class__".lstrip(".")] = FusedReLU
+        guards |= self.pool_guards(block, norm)
+
+    def pool_guards(self, block: nn.Module, norm: nn.Module) -> dict[str, Any]:
+        """The same for the max pool that the norm takes over, if it does."""
+        if norm not in self.pools:
+            return {}
+        owner, name = self.pools[norm]
+        paths = {module: path for path, module in block.named_modules()}
+        return {f"{paths[norm]}.pool": "max", f"{paths[owner]}.{name}.__class__".lstrip("."): FusedMaxPool2d}
 
 
 def plan_fusion(
@@ -127,6 +155,10 @@ def _plan_sequential(
         pool = behind[1] if len(behind) > 1 else None
         if norm in pooling and pool and is_pool(pool[2]) and not _has_other_uses(block, pool, paths, plan):
             plan.pools[norm] = pool[:2]
+        slots = [behind[0][:2], *([plan.pools[norm]] if norm in plan.pools else [])]
+        # A Sequential in another one may be exchanged whole: it looks after its own.
+        near = chain[position][0] if all(owner is chain[position][0] for owner, _ in slots) else block
+        plan.guard(near, norm, slots[:1])
 
 
 def _has_other_uses(
@@ -184,18 +216,24 @@ def _plan_traced(
     _plan_pools(block, Counter(called), {norm: matches[norm] for norm in pooling & matches.keys()}, paths, plan)
     if slots is not None:
         plan.slots += slots
+        for norm, pair in matches.items():
+            relus = {_module(block, match.relu) for match in pair}
+            plan.guard(block, norm, [(owner, name) for owner, name in slots if owner._modules[name] in relus])
         return
     through = {module for norm in matches for module in tails.get(norm, ())}
     if tails:  # go through the Sequentials that a fused norm ends, call the others whole
         traces = _trace(block, through)
         matches = _matches(block, traces, set(matches), plan)
-    guards = [trace.guards | _built_of(block, through, matches.values()) for trace in traces]
+    pools = {path: value for norm in matches for path, value in plan.pool_guards(block, norm).items()}
+    guards = [trace.guards | _built_of(block, through, matches.values()) | pools for trace in traces]
     shortcuts = [around[0] for around in tails.values()]
     for mode, trace in enumerate(traces):
         for pair in matches.values():
             _rewrite(block, trace.graph, pair[mode], shortcuts)
     fused = [str(train.norm.target) for train, _ in matches.values()]
-    program = Program.of(traces[0].graph, traces[1].graph, guards, fused, links=not _changes_inputs(block, traces[0]))
+    inlined = [path for path, module in block.named_modules() if module in through]
+    links = not _changes_inputs(block, traces[0])
+    program = Program.of(traces[0].graph, traces[1].graph, guards, fused, inlined, links=links)
     base: Any = type(block)
     plan.classes[block] = fused_class(base, program)
 
@@ -358,7 +396,8 @@ def _relu_slots(
 
 def _may_change_class(block: nn.Module) -> bool:
     names = ("__reduce__", "__reduce_ex__", "__copy__", "__deepcopy__")
-    return all(getattr(type(block), name, None) is getattr(object, name, None) for name in names)
+    own: Any = block.unfused_class if isinstance(block, FusedBlock) else type(block)
+    return all(getattr(own, name, None) is getattr(object, name, None) for name in names)
 
 
 def _rewrite(block: nn.Module, graph: fx.Graph, match: _Match, shortcuts: list[nn.Module]) -> None:

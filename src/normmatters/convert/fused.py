@@ -1,5 +1,9 @@
 """What fusion leaves in a model: placeholders for what a norm took over, and blocks with a rewritten forward.
 
+A block checks at every call that what was merged is still what it was: another module in the place of a norm that has
+the ReLU, or of the ReLU's placeholder, would change the function in silence. No module knows who calls it, so neither
+the norm nor the placeholder could tell.
+
 A rewritten block stays an instance of its class. Its class becomes a subclass with another ``forward`` (as
 ``torch.nn.utils.parametrize`` does), not a ``torch.fx.GraphModule``: so ``isinstance``, attributes, methods, hooks and
 state_dict keys stay, submodules are looked up by attribute on every call, and undoing the fusion is assigning the class
@@ -10,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, ClassVar, cast
@@ -25,30 +30,29 @@ from normmatters.nn.batchnorm_base import _LpBatchNorm
 from normmatters.nn.leaf import function_call
 
 
-class FusedReLU(nn.Identity):
+class FusedReLU(nn.ReLU):
     """Stands where an ``nn.ReLU`` was before the norm in front of it took it over; does nothing.
 
-    ``inplace`` is kept for the way back.
+    Code that looks for ReLUs finds it: to hook them, or to put others in their place, which the block refuses.
     """
 
-    def __init__(self, inplace: bool = False) -> None:
-        super().__init__()
-        self.inplace = inplace
+    def forward(self, input: Tensor) -> Tensor:
+        """``input`` itself."""
+        return input
 
 
-class FusedMaxPool2d(nn.Identity):
-    """Stands where an ``nn.MaxPool2d`` was before the norm in front of it took it over; does nothing.
-
-    The pool's settings are kept for the way back.
-    """
+class FusedMaxPool2d(nn.MaxPool2d):
+    """Stands where an ``nn.MaxPool2d`` was before the norm in front of it took it over; does nothing."""
 
     _SETTINGS = ("kernel_size", "stride", "padding", "dilation", "return_indices", "ceil_mode")
 
     def __init__(self, pool: nn.MaxPool2d) -> None:
-        super().__init__()
-        for name in self._SETTINGS:
-            setattr(self, name, getattr(pool, name))
+        super().__init__(**{name: getattr(pool, name) for name in self._SETTINGS})
         self.train(pool.training)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``input`` itself."""
+        return input
 
     def unfused(self) -> nn.MaxPool2d:
         """The pool that it stands for."""
@@ -62,10 +66,13 @@ class Program:
 
     ``guards``, for training and for evaluation, are the settings of the block and of its modules (flags, sizes, absent
     submodules) that the program was made for, by their paths: with others the original ``forward`` would not be this
-    program. ``norms`` are the paths of the norms
-    that took over a ReLU. ``linked`` is ``train`` once more with links (:func:`with_links`), empty where the block does
-    not end in a norm that adds, or changes its input in place, a change that the link's gradient would pass by;
-    ``takes_link`` says that what it adds is the block's input, or what a shortcut makes of it.
+    program. ``norms`` are the paths of the norms that took over a ReLU, ``inlined`` those of the Sequentials whose
+    modules the program calls itself. ``linked`` is ``train`` once more with links (:func:`with_links`), empty where the
+    block does not end in a norm that adds, or changes its input in place, a change that the link's gradient would pass
+    by; ``takes_link`` says that what it adds is the block's input, or what a shortcut makes of it.
+
+    A block where only placeholders were set has a program of guards alone: its own ``forward`` runs behind them. Those
+    of a Sequential hold as long as it has its ``length``: modules that come or go give the others new names.
     """
 
     train: str
@@ -74,12 +81,21 @@ class Program:
     takes_link: bool
     guards: tuple[tuple[tuple[str, Any], ...], ...]
     norms: tuple[str, ...]
+    inlined: tuple[str, ...]
     modules: tuple[tuple[str, str], ...]  # Python modules cannot be pickled: kept by name
     objects: tuple[tuple[str, Any], ...]
+    length: int | None = None
 
     @classmethod
     def of(
-        cls, train: fx.Graph, evaluate: fx.Graph, guards: list[dict[str, Any]], norms: list[str], *, links: bool
+        cls,
+        train: fx.Graph,
+        evaluate: fx.Graph,
+        guards: list[dict[str, Any]],
+        norms: list[str],
+        inlined: list[str],
+        *,
+        links: bool,
     ) -> Program:
         """The program of two traced graphs of the same block, which has no ``linked`` unless ``links``.
 
@@ -97,12 +113,25 @@ class Program:
             takes_link,
             tuple(tuple(sorted(found.items())) for found in guards),
             tuple(sorted(norms)),
+            tuple(sorted(inlined)),
             tuple((name, names[name].__name__) for name in used if isinstance(names[name], ModuleType)),
             tuple((name, names[name]) for name in used if not isinstance(names[name], ModuleType)),
         )
 
-    def functions(self) -> tuple[Any, Any, Any]:
+    @classmethod
+    def of_placeholders(cls, guards: dict[str, Any], length: int | None) -> Program:
+        """The program of a block whose forward stays, with guards of the norms and placeholders in it."""
+        norms = tuple(sorted(path.removesuffix(".act") for path in guards if path.endswith(".act")))
+        return cls("", "", "", False, (tuple(sorted(guards.items())),) * 2, norms, (), (), (), length)
+
+    def fits(self, block: Any) -> bool:
+        """Whether the modules of the block have the names that they had."""
+        return self.length is None or self.length == len(block)
+
+    def functions(self, base: Any) -> tuple[Any, Any, Any]:
         """The forward functions: for training, for evaluation, and for training with links."""
+        if not self.train:
+            return base.forward, base.forward, None
         names = {name: importlib.import_module(path) for name, path in self.modules} | dict(self.objects)
         train = _compile(self.train, names)
         evaluate = train if self.train == self.evaluate else _compile(self.evaluate, names)
@@ -118,12 +147,13 @@ def _compile(source: str, names: dict[str, Any]) -> Any:
 class FusedBlock(Unannounced):
     """Mixin of every block whose ``forward`` was rewritten."""
 
-    program: ClassVar[Program]
+    fusion_program: ClassVar[Program]  # a block of the user's may well have a program
     unfused_class: ClassVar[type[nn.Module]]
+    check_fusion: Callable[[], None]  # raises where a guard does not hold
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         _, _, *state = cast(tuple[Any, ...], object.__reduce_ex__(self, protocol))
-        return (new_block, (self.unfused_class, self.program), *state)
+        return (new_block, (self.unfused_class, self.fusion_program), *state)
 
 
 def new_block(base: Any, program: Program) -> Any:
@@ -135,22 +165,31 @@ def new_block(base: Any, program: Program) -> Any:
 @functools.cache
 def fused_class(base: Any, program: Program) -> type[nn.Module]:
     """The subclass of ``base`` that runs ``program``. Blocks with the same program share it."""
-    train, evaluate, linked = program.functions()
+    train, evaluate, linked = program.functions(base)
     in_training, in_evaluation = (
         [(path.split(".")[:-1], path.split(".")[-1], traced) for path, traced in found] for found in program.guards
     )
+    inlined = [path.split(".") for path in program.inlined]
 
     def check(self: nn.Module) -> None:
         for owners, name, traced in in_training if self.training else in_evaluation:
             owner: Any = self
             for key in owners:  # asking a module for an attribute that is a module takes five times as long
-                owner = owner._modules[key] if key in owner._modules else getattr(owner, key, None)
+                modules: Any = getattr(owner, "_modules", ())
+                owner = modules[key] if key in modules else getattr(owner, key, None)
             now = getattr(owner, name, None)
-            if now is not traced and setting(now) != traced:
+            if now is not traced and setting(now) != traced and not _harmless(self, program, now, traced):
                 raise RuntimeError(
                     f"{'.'.join((base.__name__, *owners, name))} is {now!r}, but was {traced!r} when "
-                    "normmatters.convert fused this block: set it before converting, or convert with fuse=False"
+                    "normmatters.convert fused this block: set it before converting or after to_torch, "
+                    "or convert with fuse=False"
                 )
+        for keys in inlined:  # nobody else asks for their guards
+            inner: Any = self
+            for key in keys:
+                inner = inner._modules[key]
+            if isinstance(inner, FusedBlock):
+                inner.check_fusion()
 
     @functools.wraps(base.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -164,12 +203,49 @@ def fused_class(base: Any, program: Program) -> type[nn.Module]:
     body = {
         "forward": forward,
         "forward_linked": forward_linked,
-        "program": program,
+        "check_fusion": check,
+        "fusion_program": program,
         "unfused_class": base,
         "__doc__": base.__doc__,
         "__module__": base.__module__,
     }
+    if issubclass(base, nn.Sequential):
+        body["__getitem__"] = _sliced(base)
     return type(f"Fused{base.__name__}", (FusedBlock, base), body)
+
+
+def _sliced(base: Any) -> Any:
+    """``base.__getitem__`` with slices that are of ``base``: the guards are those of the whole."""
+
+    def __getitem__(self: Any, index: Any) -> Any:
+        found = base.__getitem__(self, index)
+        if isinstance(index, slice):
+            object.__setattr__(found, "__class__", base)
+        return found
+
+    return __getitem__
+
+
+def _harmless(block: Any, program: Program, now: Any, traced: Any) -> bool:
+    """Whether a guard that does not hold says nothing: relu(relu(x)) = relu(x), and a Sequential gives new names."""
+    return (now is nn.ReLU and traced is FusedReLU) or (not program.fits(block) and _in_order(block))
+
+
+def _in_order(sequential: nn.Sequential) -> bool:
+    """Whether each placeholder comes behind a norm that has what it stands for, and a pooling norm before its pool."""
+    row = [module for module in _flat(sequential) if type(module) is not nn.Identity]
+    for norm, relu, pool in zip([None, *row], [*row, None], [*row[1:], None, None]):
+        if isinstance(relu, FusedReLU) and getattr(norm, "act", None) != "relu":
+            return False
+        if isinstance(pool, FusedMaxPool2d) != (isinstance(norm, _LpBatchNorm) and norm.pool is not None):
+            return False
+    return not isinstance(row[:1] and row[0], FusedMaxPool2d)
+
+
+def _flat(module: nn.Module) -> list[nn.Module]:
+    if not isinstance(module, nn.Sequential):
+        return [module]
+    return [inner for child in module._modules.values() for inner in _flat(child)]
 
 
 def norm_add_relu(norm: Any, input: Tensor, residual: Tensor) -> Tensor:
@@ -312,7 +388,7 @@ class LinkedSequential(nn.Sequential):
         modules: list[Any] = list(self)
         link = None
         for module, following in zip(modules, [*modules[1:], None]):
-            wanted = links(module) and links(following) and following.program.takes_link
+            wanted = links(module) and links(following) and following.fusion_program.takes_link
             if wanted or link is not None:
                 input, link = module.forward_linked(input, link, wanted)
             else:
@@ -324,7 +400,7 @@ def links(module: Any) -> bool:
     """Whether the module is a block in training that ends in a fused norm, and nobody would miss its being called."""
     return (
         isinstance(module, FusedBlock)
-        and bool(module.program.linked)
+        and bool(module.fusion_program.linked)
         and module.training  # type: ignore[attr-defined]
         and not watched(module)  # type: ignore[arg-type]
         and module._compiled_call_impl is None  # type: ignore[attr-defined]
@@ -334,7 +410,10 @@ def links(module: Any) -> bool:
 def link_sequentials(model: nn.Module) -> None:
     """Make plain Sequentials that hold linking blocks behind one another hand links on."""
     for module in model.modules():
-        if type(module) is nn.Sequential:
-            programs = [child.program if isinstance(child, FusedBlock) else None for child in module]
+        guarded = isinstance(module, FusedBlock) and module.unfused_class is nn.Sequential
+        if type(module) is nn.Sequential or guarded:
+            children = module._modules.values()
+            programs = [child.fusion_program if isinstance(child, FusedBlock) else None for child in children]
             if any(a and b and a.linked and b.takes_link for a, b in zip(programs, programs[1:])):
-                object.__setattr__(module, "__class__", LinkedSequential)
+                linked = fused_class(LinkedSequential, module.fusion_program) if guarded else LinkedSequential
+                object.__setattr__(module, "__class__", linked)

@@ -46,7 +46,8 @@ def is_pool(module: nn.Module | None) -> bool:
 
 
 def _forward(module: nn.Module) -> Any:
-    return getattr(type(module), "forward", None)  # a scripted module's class has none
+    # The class of a block with placeholders in it does what the class before does. A scripted module's has no forward.
+    return getattr(getattr(type(module), "unfused_class", type(module)), "forward", None)
 
 
 def _is_container(module: nn.Module) -> bool:

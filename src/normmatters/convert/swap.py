@@ -64,12 +64,12 @@ def convert(
     """Replace the batch norms of ``model`` and merge the ReLU (and the residual add) behind each into it.
 
     The new norms hold the very same parameters, statistics and hooks, so optimizers made before go on, and state_dict
-    keys stay. A model or block keeps its class, or becomes a subclass of it where its forward had to be rewritten:
-    ``isinstance``, attributes, copying, pickling and ``torch.compile`` go on working. What cannot be fused safely is
+    keys stay. A block in which a norm takes something over becomes a subclass of its class: ``isinstance``, attributes,
+    copying, pickling and ``torch.compile`` go on working. What cannot be fused safely is
     converted without, and the report says why. A fused norm returns the ReLU's output: to look at what a norm itself
     gives, convert with ``fuse=False``, or put a hook on it before. In the stem of a ResNet an L1 norm takes over the
     max pool too (3×3, stride 2, padding 1), and returns the pool's output. Exchange norms, ReLUs and pools for other
-    modules before, or after :func:`to_torch`: what a norm took over stays with it.
+    modules before, or after :func:`to_torch`: what a norm took over stays with it, and its block raises an error.
 
     Exactly ``nn.BatchNorm1d/2d/3d`` are replaced, ``nn.SyncBatchNorm`` by :class:`~normmatters.nn.SyncLpBatchNorm`, and
     timm's ``BatchNormAct2d`` with its activation; on request ``nn.LayerNorm`` and the layer norms of timm and
@@ -98,6 +98,38 @@ def convert(
         >>> type(model[1]).__name__, model[1].act
         ('L1BatchNorm2d', 'relu')
     """
+    report = ConversionReport() if report is None else report
+    model = convert_unheard(
+        model,
+        norm,
+        k=k,
+        constant=constant,
+        memory=memory,
+        layer_norm=layer_norm,
+        fuse=fuse,
+        inplace=inplace,
+        report=report,
+    )
+    if report.converted:
+        _log.info("%s", report)
+    else:
+        _log.warning("%s", f"no norm was converted\n{report}" if report.changes else "no norm to convert was found")
+    return model
+
+
+def convert_unheard(
+    model: nn.Module,
+    norm: str | float,
+    *,
+    k: int = 10,
+    constant: str | float = "exact",
+    memory: str = "exact",
+    layer_norm: str | float | None = None,
+    fuse: bool = True,
+    inplace: bool = True,
+    report: ConversionReport,
+) -> nn.Module:
+    """:func:`convert` that logs nothing, for those who only ask what it would do."""
     check_model(model)
     spec = NormSpec.of("norm", norm, k, constant)
     layer_spec = None if layer_norm is None else NormSpec.of("layer_norm", layer_norm, k, constant)
@@ -122,7 +154,6 @@ def convert(
     pooling = [old for old in bare if isinstance(new[old], bn.LpBatchNorm2d) and new[old].p == 1]
     plan = plan_fusion(model, bare, pooling) if fuse else FusionPlan()
 
-    report = ConversionReport() if report is None else report
     for name, module in model.named_modules():
         before = type(module).__name__
         if module in skipped:
@@ -138,9 +169,7 @@ def convert(
         new[old].act = "relu"  # type: ignore[assignment]
     for old in plan.pools:
         new[old].pool = "max"  # type: ignore[assignment]
-    model = replace_modules(model, new)
-    _log.log(logging.INFO if new else logging.WARNING, "%s", report if new else "no norm to convert was found")
-    return model
+    return replace_modules(model, new)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -198,7 +199,7 @@ class NormRecorder:
             self._written = None if any(isinstance(v, Tensor) for v in values) else values
 
     def _present_settings(self) -> list[float | Tensor]:
-        """The learning rates of the groups, then their weight decays; of weight-decay-free groups what acts instead."""
+        """The learning rates of the groups, those that act in weight-decay-free ones, then their weight decays."""
         assert self._optimizer is not None
         inner, lrs, decays = innermost(self._optimizer), list[float | Tensor](), list[float | Tensor]()
         for index in self._used_groups:
@@ -207,9 +208,11 @@ class NormRecorder:
             if isinstance(inner, WeightDecayFree) and group["weight_decay_free"]:
                 weights = [w for w, its in zip(self._channels.weights, self._group_of) if its == index]
                 weight = next((w for w in weights if w.grad is not None), weights[0])  # not one that is frozen
-                lr, decay = inner._acting_lr(index, weight), None
+                lr, decay = inner._acting_lr(index, weight), math.nan
+            elif group.get("angular"):
+                decay = math.nan
             lrs.append(lr)
-            decays.append(0.0 if decay is None else decay)  # None also beside an angle
+            decays.append(0.0 if decay is None else decay)
         return lrs + decays
 
     def recording(self) -> Recording:

@@ -32,7 +32,8 @@ class Recording:
             if it was not recorded.
         steps: `[R]` int64, optimizer steps taken before each row.
         lr: `[R-1, groups]` float64, learning rate of the step that led to row r+1; `[R-1, 0]` without an optimizer.
-        weight_decay: `[R-1, groups]` float64.
+        weight_decay: `[R-1, groups]` float64; nan where none shrinks the norms, but a weight-decay-free or angular
+            optimizer does something else in its place.
         groups: name → column of `lr` and `weight_decay`.
         shapes: name → shape of the weight.
         dims: name → channel dimension, `None` where the whole tensor is one channel.
@@ -220,6 +221,11 @@ class Recording:
                 raise ValueError(
                     f"the recording is of another model: {name!r} was {tuple(self.shapes[name])} there "
                     f"and is {tuple(known[name].shape)} here"
+                )
+            if self.lr.shape[1] and self.weight_decay[:, self.groups[name]].isnan().any():
+                raise ValueError(
+                    f"{name!r} was recorded under a weight-decay-free or angular optimizer, whose norms are not those "
+                    "of weight decay: record a run with weight decay of an ordinary optimizer, such as SGD"
                 )
         return Channels({n: known[n] for n in wanted}, {n: self.dims[n] for n in wanted})
 
