@@ -120,6 +120,8 @@ class NormRecorder:
         self._optimizer = optimizer
         self._group_of = self._channels.groups(optimizer) if optimizer else []
         self._used_groups = sorted(set(self._group_of))
+        own = [*zip(self._channels.weights, self._group_of)]
+        self._weights_of = {index: [w for w, its in own if its == index] for index in self._used_groups}
         self._handles = []
         self.reset()
         if optimizer is not None:
@@ -206,7 +208,7 @@ class NormRecorder:
             group = self._optimizer.param_groups[index]
             lr, decay = group["lr"], group.get("weight_decay")
             if isinstance(inner, WeightDecayFree) and group["weight_decay_free"]:
-                weights = [w for w, its in zip(self._channels.weights, self._group_of) if its == index]
+                weights = self._weights_of[index]
                 weight = next((w for w in weights if w.grad is not None), weights[0])  # not one that is frozen
                 lr, decay = inner._acting_lr(index, weight), math.nan
             elif group.get("angular"):
