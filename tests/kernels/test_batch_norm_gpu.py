@@ -28,8 +28,8 @@ from batch_norm_cases import (
 from gpu_steps import check_cuda_graph, equal, step
 
 import tolerances
-from normmatters.kernels import dispatch
-from normmatters.nn.batchnorm import L1BatchNorm2d, RangeBatchNorm2d, TopKBatchNorm2d
+from normmatters.kernels import backends, dispatch
+from normmatters.nn.batchnorm import L1BatchNorm2d, LpBatchNorm2d, RangeBatchNorm2d, TopKBatchNorm2d
 
 pytestmark = [
     pytest.mark.gpu,
@@ -207,6 +207,24 @@ def test_two_streams_at_once():
 @pytest.mark.parametrize("name", NORMS)
 def test_cuda_graph_replays_the_eager_step(name):
     check_cuda_graph(NORMS[name]().to(DEVICE), lambda: (made(SHAPE), torch.randn(SHAPE, device=DEVICE)))
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "lp"])
+def test_cuda_graph_of_the_plain_path(kind, monkeypatch):
+    """Where a kernel does not serve, a step can still be captured: nothing is copied from the host."""
+    p, k = KINDS.get(kind, (3, None))
+    monkeypatch.setattr(backends, "why_not_triton", lambda input: "it is not to")
+    norm = LpBatchNorm2d(24, p, k=k, act="relu").to(DEVICE)
+    assert dispatch.batch_norm_backend(made(SHAPE), p=p, k=k).name == "hand-derived"
+    check_cuda_graph(norm, lambda: (made(SHAPE), torch.randn(SHAPE, device=DEVICE)))
+
+
+@pytest.mark.parametrize("kind", ["linf", "topk", "range"])
+def test_few_channels(kind, poisoned_empty):
+    """The first layers of ResNet-56: a channel has as many groups as the selection kernel holds."""
+    shape = (128, 16, 32, 32)
+    x = plant_extremes(made(shape, "channels_last", torch.bfloat16))
+    check(x, kind, **affine(kind, 16), act="relu")
 
 
 def test_autocast():

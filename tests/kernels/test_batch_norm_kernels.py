@@ -28,6 +28,7 @@ import tolerances
 from normmatters.functional import lp_batch_norm
 from normmatters.kernels import dispatch
 from normmatters.kernels.triton import batch_norm_statistics as kernels
+from normmatters.kernels.triton.layout import view_of
 
 ODD, EVEN = (9, 3, 2, 3), (8, 4, 2, 4)  # rows and columns that do not, or do, fill the tiles of ``small_tiles``
 MEMORY = [*((kind, "exact") for kind in KINDS), ("l1", "lean")]
@@ -149,6 +150,17 @@ def test_constant_channels_offsets_and_outliers(kind, memory, layout, small_tile
     ours = check(x, kind, **affine(kind, 5), memory=memory, act="relu")
     assert ours.y.isfinite().all()
     assert ours.dx.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["linf", "topk", "range"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_more_groups_than_the_selection_holds(kind, layout, small_tiles, poisoned_empty, monkeypatch):
+    """Then fewer programs share a channel: networks with few channels would lose the kernels."""
+    view, k = view_of(made(ODD, layout)), KINDS[kind][1] or 1
+    as_usual = kernels.groups_of(view, 4, k)
+    monkeypatch.setattr(kernels, "MAX_GROUPS", as_usual // 2)
+    assert kernels.groups_of(view, 4, k) == as_usual // 2
+    check(made(ODD, layout), kind, **affine(kind, 3))
 
 
 @pytest.mark.parametrize("kind", ["linf", "topk", "range"])

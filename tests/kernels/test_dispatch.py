@@ -63,6 +63,16 @@ def test_too_many_groups(monkeypatch):
     assert dispatch.batch_norm_backend(X, p=1).name == "triton"  # has none
 
 
+@pytest.mark.parametrize("k", [None, 2, 10, 64])
+@pytest.mark.parametrize("channels", [1, 3, 8, 16, 24, 64, 512])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_every_image_network_gets_the_selection_kernel(layout, channels, k):
+    """With 16 channels, as in ResNet-56, Top(k) once had more groups than it can hold."""
+    for size in (7, 8, 28, 32, 224):
+        x = torch.empty(128, channels, size, size, dtype=torch.float16, device="meta", memory_format=layout)
+        assert backends._why_not_batch_norm_kernel(x, "linf" if k is None else "topk", k) == ""
+
+
 @pytest.mark.parametrize("p", [1, 2, "mean", "range"])
 def test_more_than_32_bits_count(p):
     """A volume of 512³ and 32 channels has 2³² columns, where a kernel's numbers would turn negative."""

@@ -91,14 +91,21 @@ def extremes(x: Tensor, mean: Tensor, kind: Kind, k: int) -> tuple[Tensor, Tenso
     largest, chosen = torch.cat(values, 2).topk(rank, dim=2)
     position = torch.cat(positions, 2).gather(2, chosen).flatten(1)
     if kind == "range":
-        slope = largest.new_tensor([1.0, -1.0]).expand_as(position)
+        slope = (1.0 - 2.0 * torch.arange(2, device=x.device)).to(largest).expand_as(position)  # +1, −1
     else:
         slope = (x[index(x, position)] - mean.unsqueeze(1)).sign() / rank
     return largest.mean(2).sum(1), position, slope
 
 
 def index(x: Tensor, position: Tensor) -> tuple[Tensor, ...]:
-    """Index of ``x`` for positions, (C, m), that count the samples and pixels of a channel."""
+    """Index of ``x`` for positions, (C, m), that count the samples and pixels of a channel.
+
+    Numbers of the host come in as operands, never as a tensor: copying one is forbidden while a CUDA graph is captured,
+    and ``torch.unravel_index`` does it.
+    """
     channel = torch.arange(x.shape[1], device=x.device).unsqueeze(1)
-    sample, *pixel = torch.unravel_index(position, (x.shape[0], *x.shape[2:]))
-    return (sample, channel, *pixel)
+    pixel: list[Tensor] = []
+    for size in reversed(x.shape[2:]):
+        pixel.insert(0, position % size)
+        position = position // size
+    return (position, channel, *pixel)

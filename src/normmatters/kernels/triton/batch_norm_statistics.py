@@ -32,12 +32,19 @@ BEND_SAMPLES = 2048
 def groups_of(view: View, itemsize: int, k: int) -> int:
     """Groups a channel whose extremes ``select_kernel`` must hold."""
     tiling = _extreme_tiling(view, itemsize, k)
-    return tiling.splits * (tiling.block_r if k > 1 else 1) * view.spatial // tiling.group
+    return tiling.splits * _groups_a_split(view, tiling, k)
+
+
+def _groups_a_split(view: View, tiling: Tiling, k: int) -> int:
+    return (tiling.block_r if k > 1 else 1) * view.spatial // tiling.group
 
 
 def _extreme_tiling(view: View, itemsize: int, k: int) -> Tiling:
-    # Top(k) keeps more groups a program, so it gets fewer programs: a channel's groups must fit into one.
-    return tiling_of(view, itemsize, 528 if k == 1 else 264)
+    # Top(k) keeps more groups a program, so it gets fewer programs: a channel's groups must fit into one. Of few
+    # channels a program has many rows, so that still fewer must do (16 channels: 64 groups a program).
+    tiling = tiling_of(view, itemsize, 528 if k == 1 else 264)
+    most = max(1, MAX_GROUPS // _groups_a_split(view, tiling, k))
+    return tiling._replace(splits=min(tiling.splits, most))
 
 
 class StatisticsPlan(NamedTuple):
@@ -83,6 +90,7 @@ def _statistics_plan(view: View, dtype: torch.dtype, kind: str, k: int, moved: M
     )
     if extreme:
         groups = groups_of(view, itemsize, keep)
+        block_g = next_power_of_2(groups)
         elements = (
             -(-tiling.tiles // tiling.splits) * ROWS_PER_CODE * (1 if keep > 1 else tiling.block_r) * tiling.group
         )
@@ -97,9 +105,10 @@ def _statistics_plan(view: View, dtype: torch.dtype, kind: str, k: int, moved: M
                 "KEEP_R": keep > 1,
                 "GROUP": tiling.group,
                 "BLOCK_R": tiling.block_r,
-                "BLOCK_G": next_power_of_2(groups),
+                "BLOCK_G": block_g,
                 "BLOCK_E": min(1024, next_power_of_2(elements)),
             },
+            num_warps=max(4, min(16, block_g // 1024)),  # the most groups spill from the registers of 4
         )
     else:
         block_c, block_e, programs = channel_blocks(view)
