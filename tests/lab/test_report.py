@@ -142,7 +142,7 @@ def test_claims_about_cells_that_were_not_run_are_counted_and_not_listed(tmp_pat
     write_run(tmp_path, "fig4/wn", preset=preset, final=0.90)
     report = write_report([tmp_path], tmp_path / "out", images=False)
     shown = {v.claim.a: v.measured for v in report.verdicts}
-    # What did not finish stays in sight. fig2 and fig4 have four claims more each; supp1, table2 and lean share cells
+    # What did not finish stays in sight. fig2 has four claims more, fig4 six; supp1, table2 and lean share cells
     # with them, but were not asked for.
     assert set(shown) == {"fig2/resnet18_l1", "fig2/resnet18_topk"}
     assert shown["fig2/resnet18_topk"] == "no finished run of fig2/resnet18_topk"
@@ -150,7 +150,7 @@ def test_claims_about_cells_that_were_not_run_are_counted_and_not_listed(tmp_pat
         "quick": "`normmatters reproduce fig2 fig4 --preset quick` and `normmatters reproduce fig4 --preset short`",
         "cifar": "`normmatters reproduce fig2 fig4 --preset cifar`",
     }
-    said = f"8 more claims are about cells that were not run here; these are run by {how[preset]}."
+    said = f"10 more claims are about cells that were not run here; these are run by {how[preset]}."
     assert report.not_run == said
     assert report.not_run in report.markdown.read_text()
     assert report.not_run.replace("`", "") in re.sub("</?code>", "", report.html.read_text())

@@ -38,7 +38,7 @@ _LEAN = ("native", "l2", "l1", "l1_lean")
 _LSTM = ("none", "ln", "bwn", "bwn_rho2", "bwn_rho4", "ln_l1", "ln_l1_scaled")
 _SOFT = ("soft_ln", "soft_ln_l1")
 _WEIGHT_NORMS = ("bn", "wn", "bwn")
-_WEIGHT_NORMS_18 = tuple(f"resnet18_{n}" for n in _WEIGHT_NORMS)
+_WEIGHT_NORMS_18 = tuple(f"resnet18_{n}" for n in (*_WEIGHT_NORMS, "bwn_decay"))
 _TRANSFORMER = ("ln", "bwn", "bwn_rho2", "none", "ln_dropout", "bwn_dropout")
 
 EXPERIMENTS: tuple[Experiment, ...] = (
