@@ -205,6 +205,7 @@ CLAIMS: tuple[Claim, ...] = (
     Claim("ours", "ResNet-18: lean L1 equals native L2", "equal", "lean/resnet18_l1_lean", "lean/resnet18_native", 0.3),
     Claim("ours", "ResNet-56: L1 equals L2 without autocast", "equal", "l1_gap/l1_fp32", "l1_gap/l2_fp32", 0.2),
     Claim("ours", "… with branches that start at 0", "equal", "l1_gap/l1_silent", "l1_gap/l2_silent", 0.2),
+    Claim("ours", "… with weight decay on all parameters", "equal", "l1_gap/l1_decay_all", "l1_gap/l2_decay_all", 0.2),
     Claim("ours", "… with L1's constant × 1.25", "equal", "l1_gap/l1_quieter", "l1_gap/l2", 0.2),
     Claim("ours", "… and its training loss follows L2's", "follows", "l1_gap/l1_quieter", "l1_gap/l2", c="l1_gap/l1"),
     Claim(

@@ -33,7 +33,7 @@ _NORMS = ("l2", "l1", "topk", "linf")
 _HALF = ("l2_fp32", "l1_fp32", "l1_fp16", "l2_fp16_acc32", "l2_fp16")
 _UNITS = ("x128", "by65536")  # what the norms' inputs are multiplied with or divided by
 _IN_UNITS = {u: tuple(f"{name}_{u}" for name in ("l1_fp16", "l2_fp16_acc32", "l2_fp16")) for u in _UNITS}
-_GAP = ("", "_fp32", "_silent")
+_GAP = ("", "_fp32", "_silent", "_decay_all")
 _LEAN = ("native", "l2", "l1", "l1_lean")
 _LSTM = ("none", "ln", "bwn", "bwn_rho2", "bwn_rho4", "ln_l1", "ln_l1_scaled")
 _SOFT = ("soft_ln", "soft_ln_l1")
@@ -177,6 +177,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         (
             Panel("The scale", ("l2", "l1", "l1_quieter"), "loss"),
             Panel("The start", ("l2", "l1", "l2_silent", "l1_silent"), "loss"),
+            Panel("The decay", ("l2", "l1", "l2_decay_all", "l1_decay_all"), "loss"),
             Panel("The arithmetic", ("l2", "l1", "l2_fp32", "l1_fp32"), "loss"),
         ),
         (*(f"{norm}{change}" for change in _GAP for norm in ("l2", "l1")), "l1_quieter"),
