@@ -270,6 +270,31 @@ def test_either_running_statistic_alone(kind, kept):
     torch.testing.assert_close(y.double(), lp_batch_norm(x.double(), training=True, eps=EPS, p=p), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", ["l1", "linf"])
+def test_running_statistics_forget_what_they_were(kind, layout):
+    """With a momentum of 1, as at the first batch of an average, nothing stays of the old ones, nor their rounding."""
+    x = 1e-3 * made(ODD, layout)
+    mean, var = torch.full((2, 3), 1e3, device=DEVICE).unbind()
+    expected_mean, expected_var = torch.zeros(2, 3, dtype=torch.float64, device=DEVICE).unbind()
+    dispatch.batch_norm(x, mean, var, None, None, True, 1.0, EPS, p=KINDS[kind][0])
+    lp_batch_norm(x.double(), expected_mean, expected_var, training=True, momentum=1.0, p=KINDS[kind][0])
+    torch.testing.assert_close(mean.double(), expected_mean, rtol=0, atol=1e-3 * tolerances.statistic(x.dtype, 54))
+    torch.testing.assert_close(var.double(), expected_var, rtol=2 * tolerances.statistic(x.dtype, 54), atol=0)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", ["l1", "linf"])
+def test_an_infinite_running_variance_stays_infinite(kind, layout):
+    """A half-precision buffer may have one, and it is none the next batch turns into NaN, in torch.nn neither."""
+    x = made(ODD, layout, torch.float16)
+    mean, var = torch.zeros(2, 3, dtype=torch.float16, device=DEVICE).unbind()
+    var[1] = math.inf
+    dispatch.batch_norm(x, mean, var, None, None, True, 0.1, EPS, p=KINDS[kind][0])
+    assert var.isinf().tolist() == [False, True, False]
+    assert not var.isnan().any()
+
+
 @pytest.mark.parametrize("kind", ["l1", "topk"])
 def test_strided_tensors(kind):
     """Inputs that are dense in no order, parameters that are every other number, gradients of stride 0."""
