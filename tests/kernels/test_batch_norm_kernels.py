@@ -312,6 +312,23 @@ def test_strided_tensors(kind):
     assert (buffers[:, :, 1] == 0).all()
 
 
+@pytest.mark.parametrize("rank", [4, 5])
+@pytest.mark.parametrize("act", [None, "relu"])
+def test_channels_of_a_channels_last_tensor_stay_channels_last(rank, act):
+    """As in torch.nn: else what follows a split of channels would be in another layout than the network."""
+    whole = made((4, 6, 3, 2, 2)[:rank], "channels_last")
+    x, residual = (part.requires_grad_() for part in whole.detach().chunk(2, 1))
+    g = made(tuple(x.shape), "channels_last")
+    y = dispatch.batch_norm(x, None, None, None, None, True, 0.1, EPS, p=1, act=act, residual=residual)
+    expected = torch.nn.functional.batch_norm(x, None, None, training=True)
+    assert y.stride() == expected.stride() == g.stride()
+    y.backward(g)
+    doubles = [part.detach().double().requires_grad_() for part in (x, residual)]
+    lp_batch_norm(doubles[0], training=True, eps=EPS, act=act, residual=doubles[1]).backward(g.double())
+    for mine, reference in zip((x, residual), doubles):
+        torch.testing.assert_close(mine.grad.double(), reference.grad, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_residual_of_another_layout_and_dtype(layout):
     x = made(ODD, layout, torch.bfloat16)
