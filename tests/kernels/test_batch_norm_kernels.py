@@ -282,6 +282,31 @@ def test_either_running_statistic_alone(kind, kept):
     torch.testing.assert_close(y.double(), lp_batch_norm(x.double(), training=True, eps=EPS, p=p), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", ["l1", "linf"])
+def test_running_statistics_forget_what_they_were(kind, layout):
+    """With a momentum of 1, as at the first batch of an average, nothing stays of the old ones, nor their rounding."""
+    x = 1e-3 * made(ODD, layout)
+    mean, var = torch.full((2, 3), 1e3, device=DEVICE).unbind()
+    expected_mean, expected_var = torch.zeros(2, 3, dtype=torch.float64, device=DEVICE).unbind()
+    dispatch.batch_norm(x, mean, var, None, None, True, 1.0, EPS, p=KINDS[kind][0])
+    lp_batch_norm(x.double(), expected_mean, expected_var, training=True, momentum=1.0, p=KINDS[kind][0])
+    torch.testing.assert_close(mean.double(), expected_mean, rtol=0, atol=1e-3 * tolerances.statistic(x.dtype, 54))
+    torch.testing.assert_close(var.double(), expected_var, rtol=2 * tolerances.statistic(x.dtype, 54), atol=0)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", ["l1", "linf"])
+def test_an_infinite_running_variance_stays_infinite(kind, layout):
+    """A half-precision buffer may have one, and it is none the next batch turns into NaN, in torch.nn neither."""
+    x = made(ODD, layout, torch.float16)
+    mean, var = torch.zeros(2, 3, dtype=torch.float16, device=DEVICE).unbind()
+    var[1] = math.inf
+    dispatch.batch_norm(x, mean, var, None, None, True, 0.1, EPS, p=KINDS[kind][0])
+    assert var.isinf().tolist() == [False, True, False]
+    assert not var.isnan().any()
+
+
 @pytest.mark.parametrize("kind", ["l1", "topk"])
 def test_strided_tensors(kind):
     """Inputs that are dense in no order, parameters that are every other number, gradients of stride 0."""
@@ -297,6 +322,23 @@ def test_strided_tensors(kind):
     torch.testing.assert_close(buffers[0, :, 0], x.mean((0, 2, 3)), rtol=0, atol=1e-6)
     assert (buffers[1, :, 0] > 0).all()
     assert (buffers[:, :, 1] == 0).all()
+
+
+@pytest.mark.parametrize("rank", [4, 5])
+@pytest.mark.parametrize("act", [None, "relu"])
+def test_channels_of_a_channels_last_tensor_stay_channels_last(rank, act):
+    """As in torch.nn: else what follows a split of channels would be in another layout than the network."""
+    whole = made((4, 6, 3, 2, 2)[:rank], "channels_last")
+    x, residual = (part.requires_grad_() for part in whole.detach().chunk(2, 1))
+    g = made(tuple(x.shape), "channels_last")
+    y = dispatch.batch_norm(x, None, None, None, None, True, 0.1, EPS, p=1, act=act, residual=residual)
+    expected = torch.nn.functional.batch_norm(x, None, None, training=True)
+    assert y.stride() == expected.stride() == g.stride()
+    y.backward(g)
+    doubles = [part.detach().double().requires_grad_() for part in (x, residual)]
+    lp_batch_norm(doubles[0], training=True, eps=EPS, act=act, residual=doubles[1]).backward(g.double())
+    for mine, reference in zip((x, residual), doubles):
+        torch.testing.assert_close(mine.grad.double(), reference.grad, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

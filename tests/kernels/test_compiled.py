@@ -219,6 +219,19 @@ def test_compiling_warns_of_nothing(monkeypatch):
     assert not [message for message in told if "lru_cache" in message or "normmatters" in message]
 
 
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_other_batch_sizes_in_one_graph_each(dynamic):
+    """The last batch of an epoch is a smaller one; its size is a symbol to the compiler, which kernels do not take."""
+    torch.compiler.reset()
+    model = nn.Sequential(TopKBatchNorm2d(3, k=2), RangeBatchNorm2d(3), L1BatchNorm2d(3), L1LayerNorm(5)).to(DEVICE)
+    plain = copy.deepcopy(model)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for size in (4, 3):
+        x = made((size, *SHAPE[1:]))
+        for mine, expected in zip(step(model, compiled, x), step(plain, plain, x)):
+            torch.testing.assert_close(mine, expected)
+
+
 @pytest.mark.parametrize("norm", [L1BatchNorm2d(3, track_running_stats=False), L1LayerNorm(5)], ids=["batch", "layer"])
 @pytest.mark.parametrize(
     "transformed",

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from normmatters.nn import L1BatchNorm2d, RangeBatchNorm2d, TopKBatchNorm2d
+from normmatters.nn import L1BatchNorm2d, LpBatchNorm2d, RangeBatchNorm2d, TopKBatchNorm2d
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -21,6 +21,7 @@ def test_statistics_are_updated_once(use_reentrant: bool, momentum: float | None
         nn.Conv2d(3, 3, 1),
         TopKBatchNorm2d(3, k=4, momentum=momentum),
         RangeBatchNorm2d(3, momentum=momentum),
+        LpBatchNorm2d(3, p=2, momentum=momentum),  # by torch's own, whose node keeps the running statistics too
     ).double()
     plain = copy.deepcopy(block)
     for _ in range(2):

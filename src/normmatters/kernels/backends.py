@@ -121,7 +121,7 @@ def _why_not_batch_norm_kernel(input: Tensor, kind: str, k: int | None) -> str:
         return f"the Top(k) kernel takes k <= {kernels.MAX_K}, got k={k}"
     if input.dim() >= 2:
         contiguous = memory_format(input) is torch.contiguous_format  # or will be, by a copy
-        groups = _groups(tuple(map(int, input.shape)), contiguous, input.element_size(), k or 1)
+        groups = _groups(_sizes(input), contiguous, input.element_size(), k or 1)
         if groups > kernels.MAX_GROUPS:
             return f"{groups} groups a channel are more than the {kernels.MAX_GROUPS} that the selection kernel holds"
     return ""
@@ -136,6 +136,15 @@ def _why_too_large(input: Tensor) -> str:
     if image > MAX_COLS and memory_format(input) is torch.contiguous_format:
         return f"the kernels take at most {MAX_COLS} values an image that is not channels last, not {image}"
     return ""
+
+
+def _sizes(input: Tensor) -> tuple[int, ...]:
+    """The shape in numbers: to the compiler, a size that was another one before is a symbol."""
+    if not torch.compiler.is_compiling():
+        return tuple(map(int, input.shape))
+    from torch.fx.experimental.symbolic_shapes import guard_scalar
+
+    return tuple([guard_scalar(size) for size in input.shape])  # type: ignore[misc]
 
 
 def _groups(shape: tuple[int, ...], contiguous: bool, itemsize: int, k: int) -> int:

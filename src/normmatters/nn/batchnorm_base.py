@@ -106,17 +106,14 @@ class _LpBatchNorm(_NormBase):
         if momentum is None:  # cumulative average: the count is raised later, once nothing can fail any more
             momentum = 0.0 if count is None else 1.0 / (float(count) + 1)
         running_mean, running_var = buffers["running_mean"], buffers["running_var"]
-        use_buffers = tracked or not self.training
-        return normalize(
-            input,
-            running_mean if use_buffers else None,
-            running_var if use_buffers else None,
-            count,
-            self.training or (running_mean is None and running_var is None),
-            momentum,
-            residual,
-            *links,
-        )
+        training = self.training or (running_mean is None and running_var is None)
+        if self.training and not tracked:
+            # L2 may be torch's own, whose node keeps them: a recomputed one must, too, and moves copies in vain.
+            copied = self.track_running_stats and self.p == 2
+            running_mean, running_var = (
+                t.clone() if copied and t is not None else None for t in (running_mean, running_var)
+            )
+        return normalize(input, running_mean, running_var, count, training, momentum, residual, *links)
 
     def _batch_norm(
         self,

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._prims_common import suggest_memory_format
 
 from normmatters.kernels import MAX_PLANS
 
@@ -76,7 +77,7 @@ def memory_format(x: Tensor) -> torch.memory_format:
         return torch.channels_last
     if x.dim() == 5 and x.is_contiguous(memory_format=torch.channels_last_3d):
         return torch.channels_last_3d
-    return torch.contiguous_format
+    return suggest_memory_format(x)  # it is copied: into the layout that torch's batch norm would take
 
 
 def view_of(x: Tensor) -> View:

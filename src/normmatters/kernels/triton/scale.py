@@ -59,11 +59,12 @@ def write_statistics(
     tl.store(stats_ptr + channels + channel, inverse, mask=mask)
     tl.store(stats_ptr + 2 * channels + channel, ratio, mask=mask)
     if HAS_RUNNING:
+        # No difference is taken: of an infinite old one it would be NaN, and a momentum of 1 leaves no rounding of it.
         old = tl.load(running_mean_ptr + channel, mask=mask, other=0.0).to(tl.float32)
-        tl.store(running_mean_ptr + channel, old + momentum * (mean - old), mask=mask)
+        tl.store(running_mean_ptr + channel, (1.0 - momentum) * old + momentum * mean, mask=mask)
         if KIND != MEAN:
             old = tl.load(running_var_ptr + channel, mask=mask, other=0.0).to(tl.float32)
-            tl.store(running_var_ptr + channel, old + momentum * (scale * scale * unbias - old), mask=mask)
+            tl.store(running_var_ptr + channel, (1.0 - momentum) * old + momentum * (scale * scale * unbias), mask=mask)
     if COUNTS:
         number = batches_ptr + 0 * channel
         tl.store(number, tl.load(number, mask=channel == 0, other=0) + 1, mask=channel == 0)
