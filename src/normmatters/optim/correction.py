@@ -161,8 +161,8 @@ class StepSizeCorrection(OptimizerWrapper):
     def _scale_gradients(self) -> list[tuple[Tensor, Tensor]]:
         """Give the optimizer R times the gradients; returns the weights with their own."""
         if [*map(_PLACE, self._grads)] != [*map(_PLACE, self._channels.weights)]:  # the model was cast or moved
-            for scaled, weight in zip(self._grads, self._channels.weights):
-                scaled.data = torch.zeros_like(weight)
+            for own, w in zip(self._grads, self._channels.weights):
+                own.data = torch.zeros_like(w)
         found = [(w, w.grad, scaled) for w, scaled in zip(self._channels.weights, self._grads) if w.grad is not None]
         if found:
             weights, plain, scaled = zip(*found)
