@@ -367,6 +367,18 @@ def test_half_precision_weights(dtype: torch.dtype, strong: tuple[Recording, lis
     torch.testing.assert_close(w.detach().float(), expected, rtol=tolerance, atol=tolerance)
 
 
+def test_a_model_that_is_cast_or_moved_afterwards(strong: tuple[Recording, list[Tensor]]) -> None:
+    """As with any optimizer of torch. It raised, with the weights left at the reference's scale."""
+    ends = []
+    for cast_late in (False, True):
+        model = convnet(torch.float64 if cast_late else torch.float32)
+        sgd = torch.optim.SGD(groups(model, 0.0), lr=0.1)
+        optimizer = StepSizeCorrection(sgd, strong[0], form="exact")
+        train(model.float(), optimizer, range(5))
+        ends.append(directions(model))
+    torch.testing.assert_close(*ends, rtol=0, atol=1e-5)
+
+
 @pytest.mark.gpu
 def test_cuda_graph_steps_through_the_recording(strong: tuple[Recording, list[Tensor]]) -> None:
     recording, _ = strong

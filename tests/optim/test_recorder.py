@@ -475,6 +475,42 @@ def test_a_refused_first_step_leaves_no_row() -> None:
     assert recorder.recording().steps.tolist() == [0, 1, 2]
 
 
+def test_a_step_that_raises_is_none() -> None:
+    """Not at first, where the weights may be others when the run really begins, nor later, between two rows."""
+    layer = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    recorder = NormRecorder(layer, optimizer, every="epoch")
+
+    def fails(lr: float) -> None:
+        optimizer.param_groups[0]["lr"] = lr
+        with pytest.raises(ZeroDivisionError):
+            optimizer.step(lambda: 1 / 0)  # as a loss that is not finite, or memory that runs out
+
+    fails(0.1)
+    with torch.no_grad():
+        layer.weight.copy_(torch.ones(2, 3))
+    layer(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    fails(7.0)
+    recorder.end_epoch()
+    recording = recorder.recording()
+    assert recording.steps.tolist() == [0, 1]
+    torch.testing.assert_close(recording.norms["weight"], torch.tensor([[1.0, 1.0], [0.9, 0.9]]) * 3**0.5)
+    assert recording.lr.tolist() == [[0.1]]
+
+
+@pytest.mark.parametrize("capacity", [None, 4])
+def test_an_epoch_without_a_step_is_refused(capacity: int | None) -> None:
+    layer = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    recorder = NormRecorder(layer, optimizer, capacity=capacity)
+    with pytest.raises(ValueError, match="at step 0: no step was taken"):
+        recorder.end_epoch()
+    optimizer.step()
+    recorder.end_epoch()
+    assert recorder.recording().epoch_ends == (1,)
+
+
 def test_an_optimizer_without_weight_decay_is_recorded_as_none() -> None:
     layer = nn.Linear(3, 2)
     optimizer = torch.optim.Rprop(layer.parameters(), lr=0.1)
@@ -507,13 +543,23 @@ def test_the_learning_rate_that_acts_in_place_of_weight_decay(options: dict[str,
         torch.testing.assert_close(ours_steps, decayed_steps / (1 - 0.05 * 0.02), rtol=1e-6, atol=0)
 
 
-def test_the_learning_rate_that_acts_is_that_of_a_weight_that_learns() -> None:
+@pytest.mark.parametrize("by_closure", [False, True])
+def test_the_learning_rate_that_acts_is_that_of_a_weight_that_learns(by_closure: bool) -> None:
     frozen, weight = nn.Parameter(torch.eye(3), requires_grad=False), nn.Parameter(torch.eye(3))
     optimizer = WeightDecayFreeSGD([frozen, weight], lr=0.1, weight_decay=0.1)
     recorder = NormRecorder({"frozen": frozen, "weight": weight}, optimizer)
-    for _ in range(2):
+
+    def closure() -> float:
         weight.grad = torch.zeros(3, 3)
-        optimizer.step()
+        return 0.0
+
+    for _ in range(2):
+        optimizer.zero_grad()
+        if by_closure:  # before it, no weight has a gradient
+            optimizer.step(closure)
+        else:
+            closure()
+            optimizer.step()
     torch.testing.assert_close(recorder.recording().lr.flatten(), 0.1 / torch.tensor([0.99, 0.99**3]).double())
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import io
 import math
 
@@ -295,6 +296,27 @@ def test_capturable_scalars_stay_double_and_shared_after_a_load():
     assert torch.equal(first, optimizer.state[whole[0].weight]["alpha"])
 
 
+@pytest.mark.parametrize("make", [free_sgd, free_adamw])
+def test_capturable_may_be_turned_on_and_off_in_mid_run(make, monkeypatch):
+    """As after a load, which brings the saved groups' setting; a weight that has no gradient then is left alone."""
+    adam = importlib.import_module("torch.optim.adam")
+    monkeypatch.setattr(adam, "_get_capturable_supported_devices", lambda *_: ["cpu"])
+    options = {"lr": 0.05, "weight_decay": 0.02} | ({"momentum": 0.9} if make is free_sgd else {})
+    nets = digit_net(), digit_net()
+    for net, captured in zip(nets, ((), (10, 30))):
+        optimizer = make(net, **options)
+        for start in (0, 10, 20, 30):
+            for group in optimizer.param_groups:
+                group["capturable"] = start in captured
+            net[3].weight.requires_grad_(start != 10)
+            net[3].weight.grad = None
+            train(net, optimizer, 10, start=start)
+    assert optimizer.state[nets[1][0].weight]["alpha"].dtype == torch.float64
+    # AdamW counts captured steps, and what comes of them, in float32.
+    tolerance = EXACT if make is free_sgd else 1e-5
+    assert direction_error(split(nets[0])[0], split(nets[1])[0]) < tolerance
+
+
 def test_closure_scheduler_grad_scaler_and_named_parameters():
     decayed, free = digit_net(), digit_net()
     sgd = torch.optim.SGD(decayed.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-3)
@@ -332,6 +354,15 @@ def test_directions_are_those_of_adamw(weight_decay, amsgrad):
     for p, q in zip(split(decayed)[1], split(free)[1]):
         assert (p - q).abs().max() < EXACT
     assert optimizer.state[free[0].weight]["alpha"] > 1.1
+
+
+def test_adamw_reads_a_tensor_as_lr_where_it_does_not_capture():
+    """``foreach=True`` raised in the ordinary group, at the first step; ``torch.optim`` refuses it when it is built."""
+    nets = digit_net(), digit_net()
+    for net, lr in zip(nets, (0.05, torch.tensor(0.05, dtype=torch.float64))):
+        train(net, free_adamw(net, lr=lr, foreach=True), 5)
+    for p, q in zip(nets[0].parameters(), nets[1].parameters()):
+        assert torch.equal(p, q)
 
 
 def test_adamw_rescales():

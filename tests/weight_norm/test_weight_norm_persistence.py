@@ -83,6 +83,21 @@ def test_plain_checkpoint_into_classic_gives_the_same_function():
     torch.testing.assert_close(model(X), plain(X))
 
 
+@pytest.mark.parametrize("kind", ["bounded", "classic"])
+def test_plain_checkpoint_of_another_precision(kind):
+    """The lengths are those of the checkpoint's weights in the model's precision, not rounded to the checkpoint's."""
+    plain, model = nn.Linear(6, 4).double(), nn.Linear(6, 4).double()
+    apply_weight_norm(model, kind=kind)
+    state = plain.bfloat16().state_dict()
+    model.load_state_dict(state)
+    expected = state["weight"].double()
+    if kind == "bounded":
+        expected = bounded_weight(expected, initial_rho(expected))
+    torch.testing.assert_close(model.weight, expected, rtol=1e-14, atol=1e-14)
+    model.load_state_dict(state, assign=True)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
 def test_plain_checkpoint_keeps_a_rho_that_was_given():
     layer = bounded_weight_norm(nn.Linear(3, 2), rho=0.5)
     layer.load_state_dict(nn.Linear(3, 2).state_dict())

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations, parametrize, prune
 
 from normmatters.functional.weight import bounded_weight, slice_norm
 from normmatters.weight_norm import bounded_weight_norm, classic_weight_norm, remove_weight_norm
@@ -140,6 +140,39 @@ def test_remove_leaves_a_plain_weight_with_the_same_outputs(add):
     assert layer.weight.requires_grad
     assert list(layer.state_dict()) in (["weight", "bias"], ["bias", "weight"])
     torch.testing.assert_close(layer(x), expected)
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Linear(3, 4), lambda: nn.LSTM(3, 4)], ids=["linear", "lstm"])
+@pytest.mark.parametrize("add", [bounded_weight_norm, classic_weight_norm])
+@pytest.mark.parametrize("frozen", [True, False])
+def test_remove_leaves_a_parameter_of_a_frozen_layer_and_where_no_gradients_are_recorded(make, add, frozen):
+    """Torch makes a buffer of classic weight norm's weight then: no optimizer would ever find it again."""
+    layer, x = make(), torch.randn(2, 2, 3)
+    name = next(iter(dict(layer.named_parameters())))
+    names = set(layer.state_dict())
+    add(layer, name).requires_grad_(not frozen)
+    with torch.no_grad():
+        expected = run(layer, x)
+        remove_weight_norm(layer)
+        torch.testing.assert_close(run(layer, x), expected)
+    assert set(dict(layer.named_parameters())) == names
+    assert getattr(layer, name).requires_grad is not frozen
+    layer.requires_grad_(True)
+    run(layer, x).sum().backward()
+    assert getattr(layer, name).grad.any()
+
+
+def test_remove_refuses_a_pruned_direction_until_it_is_pruned_for_good():
+    """The masked direction is no parameter, and neither would the weight be that comes of it."""
+    layer, x = bounded_weight_norm(nn.Linear(6, 4)), torch.randn(3, 6)
+    prune.l1_unstructured(layer.parametrizations.weight, "original", 0.3)
+    expected = layer(x)
+    with pytest.raises(ValueError, match=r"weight is computed from no parameter.*prune\.remove"):
+        remove_weight_norm(nn.Sequential(layer))
+    assert torch.equal(layer(x), expected)
+    prune.remove(layer.parametrizations.weight, "original")
+    torch.testing.assert_close(remove_weight_norm(layer)(x), expected)
+    assert isinstance(layer.weight, nn.Parameter)
 
 
 def test_a_recurrent_layer_computes_its_weights_once_a_pass_and_shares_them_with_no_other():

@@ -125,7 +125,7 @@ class WeightDecayFree(Optimizer):
     def _check_capturable(self, index: int, group: Group) -> None:
         """Captured scalars are shared by the whole cohort, so its parameters must step together."""
         alphas = [self.state.get(p, {}).get("alpha") for p in group["params"]]
-        stepping = {id(a) for p, a in zip(group["params"], alphas) if p.grad is not None and a is not None}
+        stepping = {id(a) for p, a in zip(group["params"], alphas) if p.grad is not None and isinstance(a, Tensor)}
         for i, p in enumerate(group["params"]):
             if p.dtype not in (torch.float32, torch.float64):
                 label = parameter_label(index, group, i)
@@ -145,15 +145,12 @@ class WeightDecayFree(Optimizer):
         one_by_one = group["foreach"] is False and not capturable
         if not one_by_one and self._is_one_cohort(capturable, found):
             return [found]
-        fresh: dict[Any, dict[str, Tensor]] = {}
+        shared: dict[Any, dict[str, Tensor]] = {}
         cohorts: dict[Any, Members] = {}
         for p, grad, state in zip(*found):
             place = p.device, p.dtype
-            if "alpha" not in state:
-                if capturable and place not in fresh:
-                    scalar = torch.zeros((), dtype=torch.float64, device=p.device)
-                    fresh[place] = {name: scalar + start for name, start in self._scalars}
-                state.update(fresh[place] if capturable else self._scalars)
+            if isinstance(state.get("alpha"), Tensor) != capturable or "alpha" not in state:
+                self._settle(group, p, shared)
             history = id(state["alpha"]) if capturable else tuple(state[name] for name, _ in self._scalars)
             key = p if one_by_one else (place, history)
             cohort = cohorts.setdefault(key, Members([], [], []))
@@ -166,7 +163,9 @@ class WeightDecayFree(Optimizer):
         """Whether all members step together, as in nearly every step: asked by `map`, as the loop takes long."""
         if not found.params or not all("alpha" in state for state in found.states):
             return False
-        alphas = map(itemgetter("alpha"), found.states)
+        alphas = [*map(itemgetter("alpha"), found.states)]
+        if isinstance(alphas[0], Tensor) != capturable:
+            return False
         histories = map(id, alphas) if capturable else map(itemgetter(*(n for n, _ in self._scalars)), found.states)
         return len({*histories}) == 1 and len({*map(_PLACE, found.params)}) == 1
 
@@ -188,14 +187,19 @@ class WeightDecayFree(Optimizer):
     def _load_scalars(self, state_dict: dict[str, Any]) -> None:
         saved_state = state_dict["state"]
         for group, saved_group in zip(self.param_groups, state_dict["param_groups"]):
-            shared: dict[Any, Tensor] = {}
+            shared: dict[Any, dict[str, Tensor]] = {}
             for p, key in zip(group["params"], saved_group["params"]):
-                if key not in saved_state or "alpha" not in saved_state[key]:
-                    continue
-                values = tuple(host_value(saved_state[key][name]) for name, _ in self._scalars)
-                for (name, _), value in zip(self._scalars, values):
-                    if group["capturable"]:
-                        tensor = torch.tensor(value, dtype=torch.float64, device=p.device)
-                        self.state[p][name] = shared.setdefault((p.device, p.dtype, name, values), tensor)
-                    else:
-                        self.state[p][name] = value
+                if "alpha" in (saved := saved_state.get(key, {})):
+                    self.state[p].update((name, saved[name]) for name, _ in self._scalars)
+                    self._settle(group, p, shared)
+
+    def _settle(self, group: Group, p: Tensor, shared: dict[Any, dict[str, Tensor]]) -> None:
+        """Put the scalars of ``p`` where its group has them: on the host, or in tensors that equal parameters share."""
+        values = {name: host_value(self.state[p].get(name, start)) for name, start in self._scalars}
+        if not group["capturable"]:
+            self.state[p].update(values)
+            return
+        key = p.device, p.dtype, *values.values()
+        if key not in shared:
+            shared[key] = {n: torch.full((), v, dtype=torch.float64, device=p.device) for n, v in values.items()}
+        self.state[p].update(shared[key])

@@ -19,6 +19,7 @@ exact for plain SGD; with momentum both are approximations, because the decay te
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -40,6 +41,8 @@ _NOT_INVARIANT = 0.02
 # alive in this run: then it turns by more than a right angle a step, and grows as much. It is held there rather than
 # brought back, as running statistics would take a while to follow.
 _FAR = 2.0**16
+
+_PLACE = attrgetter("device", "dtype")
 
 
 class StepSizeCorrection(OptimizerWrapper):
@@ -157,6 +160,9 @@ class StepSizeCorrection(OptimizerWrapper):
 
     def _scale_gradients(self) -> list[tuple[Tensor, Tensor]]:
         """Give the optimizer R times the gradients; returns the weights with their own."""
+        if [*map(_PLACE, self._grads)] != [*map(_PLACE, self._channels.weights)]:  # the model was cast or moved
+            for own, w in zip(self._grads, self._channels.weights):
+                own.data = torch.zeros_like(w)
         found = [(w, w.grad, scaled) for w, scaled in zip(self._channels.weights, self._grads) if w.grad is not None]
         if found:
             weights, plain, scaled = zip(*found)

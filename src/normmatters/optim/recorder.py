@@ -123,6 +123,7 @@ class NormRecorder:
         own = [*zip(self._channels.weights, self._group_of)]
         self._weights_of = {index: [w for w, its in own if its == index] for index in self._used_groups}
         self._handles = []
+        self._coming = list[float | Tensor]()  # settings of a step that has begun
         self.reset()
         if optimizer is not None:
             self._handles.append(optimizer.register_step_pre_hook(lambda *_: self._start()))
@@ -160,7 +161,7 @@ class NormRecorder:
 
     def end_epoch(self) -> None:
         """Mark the end of an epoch; with `every="epoch"` this records the row."""
-        if self._capacity is not None:
+        if self._capacity is not None and self._row_steps:
             self._steps = int(self._rows._next) - 1
         if self._steps == (self._epoch_ends or [0])[-1]:
             raise ValueError(f"end_epoch() at step {self._steps}: no step was taken since the last epoch ended")
@@ -170,15 +171,19 @@ class NormRecorder:
 
     @torch.no_grad()
     def _start(self) -> None:
-        self._keep_settings()  # before a row: it raises where the optimizer will refuse its settings
+        self._coming = self._present_settings()  # before a row: it raises where the optimizer will refuse its settings
+        if self._row_steps and not self._steps:
+            self.reset()  # the first step raised; the weights may be others by now
         if not self._row_steps:
             self._record()
 
+    @torch.no_grad()
     def _stepped(self) -> None:
         # GradScaler calls a fused optimizer even for a step to skip, and tells it by this attribute; whether it is one
         # must be asked of the device.
         found_inf = getattr(self._optimizer, "found_inf", None)
         if found_inf is None or is_capturing() or not found_inf.item():
+            self._keep_settings(self._coming)
             self.step()
 
     @torch.no_grad()
@@ -189,12 +194,11 @@ class NormRecorder:
         self._settings.append(self._setting)
         self._row_steps.append(self._steps)
 
-    def _keep_settings(self) -> None:
-        """Learning rate and weight decay of the step to come, to the device; written only where they changed.
+    def _keep_settings(self, values: list[float | Tensor]) -> None:
+        """Learning rate and weight decay of the step just taken, to the device; written only where they changed.
 
         Not when the row is recorded: a scheduler may have set the next ones by then.
         """
-        values = self._present_settings()
         if self._written is None or any(isinstance(v, Tensor) for v in values) or values != self._written:
             for place, value in zip(self._setting, values):
                 place.copy_(value) if isinstance(value, Tensor) else place.fill_(value)
@@ -209,7 +213,7 @@ class NormRecorder:
             lr, decay = group["lr"], group.get("weight_decay")
             if isinstance(inner, WeightDecayFree) and group["weight_decay_free"]:
                 weights = self._weights_of[index]
-                weight = next((w for w in weights if w.grad is not None), weights[0])  # not one that is frozen
+                weight = max(weights, key=lambda w: (w.grad is not None, w.requires_grad))  # not one that is frozen
                 lr, decay = inner._acting_lr(index, weight), math.nan
             elif group.get("angular"):
                 decay = math.nan

@@ -106,7 +106,8 @@ class WeightDecayFreeAdamW(WeightDecayFree):
                 loss = closure()
         plain, cohorts = self._gather()
         for group, found in plain:
-            self._adamw(group, found, group["lr"], group["weight_decay"])
+            plain_lr = group["lr"] if group["capturable"] else host_value(group["lr"])
+            self._adamw(group, found, plain_lr, group["weight_decay"])
         for group, cohort in cohorts:
             params, grads, (state, *_) = cohort
             lr = group["lr"].double() if isinstance(group["lr"], Tensor) else group["lr"]  # in float32 1 − ηλ is rough

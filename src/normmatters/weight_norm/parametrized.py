@@ -142,8 +142,12 @@ def _load_from_state_dict(
         parametrization = own_parametrization(self, name)
         if parametrization is None or plain not in state_dict or any(key.startswith(target) for key in state_dict):
             continue
+        weight = state_dict[plain]
+        if isinstance(weight, Tensor) and not local_metadata.get("assign_to_params_buffers", False):
+            own = next(_parametrizations(self)[name].parameters(), weight)  # lengths are not rounded on the way
+            weight = weight.to(torch.promote_types(weight.dtype, own.dtype))
         try:
-            state = parametrization.state_from_plain(state_dict[plain])
+            state = parametrization.state_from_plain(weight)
         except (TypeError, ValueError) as error:
             error_msgs.append(f'cannot load the plain weight "{plain}" into a weight norm: {error}')
             continue

@@ -87,8 +87,9 @@ def remove_weight_norm(module: M) -> M:
     The outputs stay the same. With bounded weight norm the parameter object stays the same too, so optimizers go on.
 
     Raises:
-        ValueError: there is none, or another parametrization was stacked on one, or a parameter is shared with a layer
-            whose weight differs, so that no one tensor can stand for both; nothing is then removed.
+        ValueError: there is none, or another parametrization was stacked on one, or its parameter is pruned (masked),
+            or shared with a layer whose weight differs, so that no one tensor can stand for both; nothing is then
+            removed.
 
     Example:
         >>> layer = remove_weight_norm(bounded_weight_norm(nn.Linear(2, 3)))
@@ -104,8 +105,14 @@ def remove_weight_norm(module: M) -> M:
         for name, stack in list(owner.parametrizations.items()):  # type: ignore[union-attr, operator]
             if not any(isinstance(one, BoundedWeight | ClassicWeight) for one in stack):
                 continue
-            if own_parametrization(owner, name) is None:
+            norm = own_parametrization(owner, name)
+            if norm is None:
                 raise ValueError(f"other parametrizations share {_join(path, name)} with its weight norm; remove them")
+            if isinstance(norm, BoundedWeight) and "original" not in stack._parameters:
+                raise ValueError(
+                    f"{_join(path, name)} is computed from no parameter, so none would be left: make pruning permanent "
+                    "first (prune.remove), or take off the wrapper that keeps the parameters"
+                )
             found.append((owner, name))
     if not found:
         raise ValueError(f"found no weight norm to remove in {type(module).__name__}")
@@ -113,7 +120,10 @@ def remove_weight_norm(module: M) -> M:
     for part in module.modules():
         unfuse(part)
     for owner, name in found:
+        trained = any(p.requires_grad for p in owner.parametrizations[name].parameters())  # type: ignore[index, union-attr]
         parametrize.remove_parametrizations(owner, name)
+        if name in owner._buffers:  # torch's way with what was frozen, or computed under no_grad
+            setattr(owner, name, nn.Parameter(owner._buffers[name], requires_grad=trained))
         if isinstance(owner, nn.RNNBase) and not parametrize.is_parametrized(owner):
             owner._init_flat_weights()
     return module
