@@ -87,6 +87,19 @@ def test_an_interrupt_is_heard_again_when_a_run_has_started(tmp_path: Path, monk
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
+def test_a_server_that_is_killed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """multiprocessing raises EOFError then, which Typer takes for the user's wish to end: "Aborted"."""
+
+    class Killed(_Process):
+        def start(self) -> None:
+            raise EOFError("unexpected EOF")
+
+    workers = Workers(1, None)
+    monkeypatch.setattr(workers._context, "Process", Killed)
+    with pytest.raises(OSError, match="was killed while a run was started"):
+        workers.start(small_run(), tmp_path / "run")
+
+
 def test_a_stopped_thread_leaves_a_run_that_goes_on(tmp_path: Path) -> None:
     config = small_run(optim={"epochs": 12}, runtime={"threads": 1})
     workers = Workers(1, None, threads=True)

@@ -80,6 +80,9 @@ class Workers:
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             process.start()
+        except EOFError:
+            told = "the server of this command's processes was killed while a run was started (out of memory?)"
+            raise OSError(f"{told}: the same command goes on") from None
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return _Process(process, folder)
