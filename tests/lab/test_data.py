@@ -82,7 +82,7 @@ def test_pad_crop_is_the_loop_it_stands_for() -> None:
 
 def test_resized_crop() -> None:
     u = torch.rand(64, 5)
-    box = crop_box(u, 40, 30)
+    box = crop_box(u, 40, 30, 0.25)
     top, left, h, w = box.unbind(1)
     assert (top >= 0).all()
     assert (left >= 0).all()
@@ -90,8 +90,8 @@ def test_resized_crop() -> None:
     assert (left + w <= 30 + 1e-4).all()
     # a picture whose value is its column: the crop's columns are where the box says, mirrored where it flips
     ramp = (torch.arange(30) * 4).to(torch.uint8).expand(64, 30, 30)[..., None]
-    box = crop_box(u, 30, 30)
-    crop = resized_crop(ramp, u, 10).float()[..., 0] / 4
+    box = crop_box(u, 30, 30, 0.25)
+    crop = resized_crop(ramp, u, 10, 0.25).float()[..., 0] / 4
     centre = box[:, 1] + box[:, 3] * (4.5 + 0.5) / 10 - 0.5
     flipped = u[:, 2] < 0.5
     middle = torch.where(flipped, crop[:, 5, 5], crop[:, 5, 4]) + 0.05 * box[:, 3]
@@ -306,6 +306,30 @@ def test_image_folders(tmp_path: Path) -> None:
         (tmp_path / "imagenet" / "val" / "val_annotations.txt").write_text(line)
         with pytest.raises(ValueError, match=r"val_annotations\.txt: no class '(dgo)?' in train"):
             images(DataConfig(name="imagefolder", image_size=16, batch_size=4), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tiny_imagenet", "imagefolder"])
+def test_arrays_and_folders_of_the_same_images_are_the_same_data(tmp_path: Path, name: str) -> None:
+    """Arrays only load sooner: size, crops and flips are those of the image files."""
+    pil = pytest.importorskip("PIL.Image")
+    generator = np.random.default_rng(3)
+    side = 64 if name == "tiny_imagenet" else 224
+    (tmp_path / "arrays").mkdir()
+    for split, n in (("train", 6), ("val", 4)):
+        x = generator.integers(0, 256, (n, side, side, 3), dtype=np.uint8)
+        y = np.arange(n) * 2 // n
+        for i in range(n):
+            folder = tmp_path / "folder" / split / "ab"[y[i]]
+            folder.mkdir(parents=True, exist_ok=True)
+            pil.fromarray(x[i]).save(folder / f"{i}.png")
+        np.save(tmp_path / "arrays" / f"{split}_x.npy", x)
+        np.save(tmp_path / "arrays" / f"{split}_y.npy", y)
+    stored, decoded = (images(DataConfig(name=name, dir=kind, batch_size=2), tmp_path) for kind in ("arrays", "folder"))  # type: ignore[arg-type]
+    assert stored.size == decoded.size == side
+    for a, b in ((stored.train.epoch(0), decoded.train.epoch(0)), (stored.val, decoded.val)):
+        for (x0, y0), (x1, y1) in zip(a, b, strict=True):
+            assert torch.equal(y0, y1)
+            assert (x0.int() - x1.int()).abs().max() <= 2  # PIL interpolates in fixed point, and rounds twice
 
 
 def test_prefetch_keeps_order_and_passes_errors_on() -> None:

@@ -174,6 +174,8 @@ def test_a_number_printed_twice_is_one_run() -> None:
         ("preset = 'quick'", r"expected tables such as \[preset.quick\], got preset = 'quick'"),
         ("preset.quick = 3", r"expected tables such as \[preset.quick\]"),
         ("same_as = 3", "same_as must be a cell such as 'fig1/wd_on', got 3"),
+        ("same_as = 'fig1/wd_on'\n[optim]\nlr = 3.0", r"same as fig1/wd_on, whose settings count: optim .* be ignored"),
+        ("extends = 'twin.toml'\n[optim]\nlr = 3.0", "extends twin.toml, which is the same as fig1/wd_on: extend that"),
         ("only = [3]", r"only = \[3\]"),
         ("[optim", "not valid TOML"),
     ],
@@ -181,6 +183,7 @@ def test_a_number_printed_twice_is_one_run() -> None:
 def test_mistakes_in_a_file_are_told(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "cell.toml"
     path.write_text(text)
+    (tmp_path / "twin.toml").write_text("same_as = 'fig1/wd_on'")
     with pytest.raises(ValueError, match=message):
         load_file(path)
 

@@ -187,6 +187,19 @@ def test_checkpoints_keep_the_last_ones_and_load_without_pickle(tmp_path: Path) 
         checkpoint.load(tmp_path)
 
 
+@pytest.mark.parametrize("keep", [1, 2])
+def test_a_damaged_checkpoint_takes_no_good_ones_place(tmp_path: Path, keep: int) -> None:
+    """A kill may leave epoch 20 without its checksum; the run then goes on from 10, and may next save at 15."""
+    checkpoint.save(tmp_path, 10, {"epoch": 10})
+    damage("no checksum", checkpoint.save(tmp_path, 20, {"epoch": 20}))
+    checkpoint.save(tmp_path, 15, {"epoch": 15}, keep)
+    state, damaged = checkpoint.load(tmp_path)
+    assert state is not None
+    assert state["epoch"] == 15
+    assert damaged == []
+    assert [e for e, _ in checkpoint.epochs(tmp_path)] == [10, 15][-keep:]
+
+
 def test_random_state_round_trip() -> None:
     import numpy as np
 

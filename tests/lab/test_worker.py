@@ -17,7 +17,7 @@ from lab_runs import rows, small_run
 from normmatters.lab import worker
 from normmatters.lab.config import RunConfig, from_dict
 from normmatters.lab.reproduce import Runner, plan
-from normmatters.lab.trainer import train
+from normmatters.lab.trainer import RunError, train
 from normmatters.lab.worker import Workers, shares_a_process
 
 MICRO = ["optim.epochs=2", "data.train_size=120", "data.val_size=200", "optim.milestones=[1]", "runtime.threads=1"]
@@ -87,6 +87,19 @@ def test_an_interrupt_is_heard_again_when_a_run_has_started(tmp_path: Path, monk
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
+def test_a_server_that_is_killed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """multiprocessing raises EOFError then, which Typer takes for the user's wish to end: "Aborted"."""
+
+    class Killed(_Process):
+        def start(self) -> None:
+            raise EOFError("unexpected EOF")
+
+    workers = Workers(1, None)
+    monkeypatch.setattr(workers._context, "Process", Killed)
+    with pytest.raises(OSError, match="was killed while a run was started"):
+        workers.start(small_run(), tmp_path / "run")
+
+
 def test_a_stopped_thread_leaves_a_run_that_goes_on(tmp_path: Path) -> None:
     config = small_run(optim={"epochs": 12}, runtime={"threads": 1})
     workers = Workers(1, None, threads=True)
@@ -102,28 +115,89 @@ def test_a_stopped_thread_leaves_a_run_that_goes_on(tmp_path: Path) -> None:
     assert [row["epoch"] for row in rows(tmp_path / "run")] == list(range(1, 13))
 
 
-def test_a_run_that_fails_beside_others_goes_on_in_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def breaks(config: RunConfig, folder: Path, *_: Any, **__: Any) -> None:
-        report = {"kind": "exception", "message": "AcceleratorError: CUDA error: capture\nwith details"}
-        (folder / "error.json").write_text(json.dumps(report))
-        raise RuntimeError("CUDA error: capture")
+def _breaks(config: RunConfig, folder: Path, *_: Any, **__: Any) -> None:
+    report = {"kind": "exception", "message": "AcceleratorError: CUDA error: capture\nwith details"}
+    (folder / "error.json").write_text(json.dumps(report))
+    raise RuntimeError("CUDA error: capture")
 
-    monkeypatch.setattr(worker, "_train", breaks)
+
+def test_a_run_that_fails_beside_others_is_tried_in_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it finishes there, threads were to blame, and no run is one from then on."""
+    started: list[bool] = []
+    start = Workers.start
+
+    def spy(self: Workers, *args: Any, **options: Any) -> worker.Worker:
+        begun = start(self, *args, **options)
+        started.append(begun.in_thread)
+        return begun
+
+    monkeypatch.setattr(Workers, "start", spy)
+    monkeypatch.setattr(worker, "_train", _breaks)
     monkeypatch.setattr(worker, "shares_a_process", lambda config, workers: True)
-    jobs = [j for j in plan(["fig1"], "quick", tmp_path, overrides=MICRO) if j.id == "fig1/wd_on"]
+    jobs = [j for j in plan(["fig1"], "quick", tmp_path, overrides=MICRO) if j.id in ("fig1/wd_on", "fig1/wd_off")]
     runner = Runner(jobs, workers=1)
     monkeypatch.setattr(runner._workers._context, "Process", _Process)
     assert runner.run() == [], [j.reason for j in jobs]
-    assert len(rows(jobs[0].folder)) == 2
-    assert len(runner.messages) == 1
-    assert runner._workers.threads is False  # for all that come after
-    told = "fig1/wd_on seed 0 failed beside other runs (AcceleratorError: CUDA error: capture): it goes on in a process"
-    assert runner.messages[0].startswith(told)
+    assert started == [True, False, False]  # the first run twice; the second one is a process at once
+    assert [len(rows(job.folder)) for job in jobs] == [2, 2]
+    assert runner.messages == [
+        f"{jobs[0].id} seed 0 failed beside other runs (AcceleratorError: CUDA error: capture): "
+        "it is tried again in a process of its own",
+        f"{jobs[0].id} seed 0 finished in a process of its own: all runs from here on have one",
+    ]
     assert runner.messages[0] in (jobs[0].folder / "log.txt").read_text()
 
     asked_for_threads = Runner([replace(jobs[0], state="waiting", folder=tmp_path / "other")], workers=1, threads=True)
     assert [j.state for j in asked_for_threads.run()] == ["failed"]
-    assert asked_for_threads.messages == []
+    assert len(asked_for_threads.messages) == 0
+
+
+def test_a_run_that_fails_in_a_process_too_leaves_the_others_in_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train_all, tried = worker._train, []
+
+    def breaks_one(config: RunConfig, folder: Path, *args: Any, **options: Any) -> None:
+        tried.append((config.cell, "run" in threading.current_thread().name))
+        return (_breaks if config.cell == "wd_off" else train_all)(config, folder, *args, **options)
+
+    class Fails(_Process):
+        def start(self) -> None:
+            tried.append((self.args[0]["cell"], False))
+            self.exitcode = 1
+
+    monkeypatch.setattr(worker, "_train", breaks_one)
+    monkeypatch.setattr(worker, "shares_a_process", lambda config, workers: True)
+    jobs = [j for j in plan(["fig1"], "quick", tmp_path, overrides=MICRO) if j.id in ("fig1/wd_on", "fig1/wd_off")]
+    jobs.sort(key=lambda job: job.id)  # wd_off is first
+    runner = Runner(jobs, workers=1)
+    monkeypatch.setattr(runner._workers._context, "Process", Fails)
+    assert [job.id for job in runner.run()] == ["fig1/wd_off"]
+    assert tried == [("wd_off", True), ("wd_off", False), ("wd_on", True)]
+    assert jobs[0].reason.startswith("AcceleratorError: CUDA error: capture")
+    assert len(runner.messages) == 1
+
+
+def test_an_error_outside_of_the_run_says_its_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU that an earlier run's error has broken fails before a run has begun: that is tried in a process, too."""
+    raised: list[Exception] = [RuntimeError("CUDA error"), ValueError("no such folder"), RunError("busy", "in use")]
+
+    def breaks(*_: Any, **__: Any) -> None:
+        raise raised[0]
+
+    monkeypatch.setattr(worker, "_train", breaks)
+    kinds = []
+    while raised:
+        folder = tmp_path / str(len(raised))
+        folder.mkdir()
+        worker._run_in_thread(small_run(), folder, None, threading.Event())
+        kinds.append(json.loads((folder / "error.json").read_text()))
+        raised.pop(0)
+    assert kinds == [
+        {"kind": "exception", "message": "RuntimeError: CUDA error"},
+        {"kind": "config", "message": "no such folder"},
+        {"kind": "busy", "message": "in use"},
+    ]
 
 
 def test_text_shares_a_process_unless_its_dropout_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

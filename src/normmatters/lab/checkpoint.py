@@ -18,7 +18,7 @@ _NAME = re.compile(r"epoch-(\d{6})\.pt")
 
 
 def save(folder: Path, epoch: int, state: dict[str, Any], keep: int = 2) -> Path:
-    """Write the state after ``epoch`` epochs, then remove all but the last ``keep``.
+    """Write the state after ``epoch`` epochs, then remove all but the last ``keep`` up to this one.
 
     The checksum is a file of its own, written second: a state without one was cut off and does not count.
     """
@@ -30,7 +30,9 @@ def save(folder: Path, epoch: int, state: dict[str, Any], keep: int = 2) -> Path
     checksum.unlink(missing_ok=True)
     write_atomic(path, data)  # type: ignore[arg-type]
     write_atomic(checksum, (hashlib.sha256(data).hexdigest() + "\n").encode())
-    for _, old in epochs(folder)[:-keep]:
+    found = epochs(folder)
+    damaged = [p for e, p in found if e > epoch]  # or the run would have gone on from there
+    for old in damaged + [p for e, p in found if e <= epoch][:-keep]:
         old.with_suffix(".sha256").unlink(missing_ok=True)
         old.unlink(missing_ok=True)
     return path

@@ -198,7 +198,10 @@ def _read_toml(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
         return table
     if not isinstance(parent, str):
         raise ValueError(f"{path}: extends must be the name of a TOML file, got {parent!r}")
-    return _merge(_read_toml(path.parent / parent, (*seen, path)), table)
+    base = _read_toml(path.parent / parent, (*seen, path))
+    if same_as := base.get("same_as"):  # it has no settings of its own to take, and would make this one that cell too
+        raise ValueError(f"{path}: extends {parent}, which is the same as {same_as}: extend that one")
+    return _merge(base, table)
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

@@ -149,6 +149,9 @@ def load_file(path: str | Path) -> Cell:
         raise ValueError(f"{path}: only must be a list of presets, got {only!r}")
     if not isinstance(presets, Mapping) or not all(isinstance(change, Mapping) for change in presets.values()):
         raise ValueError(f"{path}: expected tables such as [preset.quick], got preset = {presets!r}")
+    if same_as and (lost := [*(table.keys() - {"experiment", "cell", "label"}), *presets]):
+        told = f"the same as {same_as}, whose settings count: {', '.join(sorted(lost))} would be ignored"
+        raise ValueError(f"{path}: {told}")
     for what, names in (("[preset.{}]", presets), ("only = [{!r}]", only)):
         for name in names:
             if name not in PRESETS:

@@ -40,6 +40,7 @@ class Job:
     state: State = "waiting"
     reason: str = ""
     started: float = 0.0
+    alone: bool = False  # it failed in a thread beside others
     worker: Worker | None = field(default=None, repr=False)
 
     @property
@@ -167,7 +168,8 @@ class Runner:
     """Runs a plan, at most ``workers`` runs at a time; ``on_poll`` is called a few times a second with the runner.
 
     ``threads``: whether runs share this process; None leaves it to each run (see ``worker.shares_a_process``), and a
-    run that fails beside others goes on as a process of its own, as do all that start after it.
+    run that fails beside others is tried again in a process of its own. If it finishes there, threads were to blame,
+    and every run that starts after it gets a process.
 
     >>> Runner(plan(["fig1"], "quick", "runs/quick"), workers=2).run()          # doctest: +SKIP
     """
@@ -217,7 +219,7 @@ class Runner:
             if needed in ("failed", "skipped"):
                 job.state, job.reason = "skipped", f"its reference {job.needs} did not finish"
             elif needed == "done" and len(self.of("running")) < self.workers:
-                job.worker = self._workers.start(job.config, job.folder)
+                job.worker = self._workers.start(job.config, job.folder, alone=job.alone)
                 job.state, job.started = "running", time.monotonic()
 
     def _collect(self) -> None:
@@ -227,20 +229,21 @@ class Runner:
                 continue
             if _ended(job.folder):
                 job.state = "done"
+                if job.alone and self._workers.threads is None:
+                    self._workers.threads = False
+                    self._say(job, "finished in a process of its own: all runs from here on have one")
             else:
                 error = read_json(job.folder / "error.json") or {}
                 job.state, job.reason = "failed", str(error.get("message") or job.worker.how_it_ended())
                 if job.worker.in_thread and self._may_fall_back and error.get("kind") == "exception":
-                    self._fall_back(job)
+                    failed = f"failed beside other runs ({job.reason.splitlines()[0]})"
+                    self._say(job, f"{failed}: it is tried again in a process of its own")
+                    job.state, job.reason, job.alone = "waiting", "", True
 
-    def _fall_back(self, job: Job) -> None:
-        """Whatever threads do to each other on some GPU, processes cost time only."""
-        self._workers.threads = False
-        said = f"{job.id} seed {job.seed} failed beside other runs ({job.reason.splitlines()[0]})"
-        self.messages.append(f"{said}: it goes on in a process of its own, as do all runs from here on")
+    def _say(self, job: Job, what: str) -> None:
+        self.messages.append(f"{job.id} seed {job.seed} {what}")
         with contextlib.suppress(OSError), (job.folder / "log.txt").open("a", encoding="utf-8") as log:
             log.write(self.messages[-1] + "\n")
-        job.state, job.reason = "waiting", ""
 
     def _stop(self) -> None:
         running = [job for job in self.of("running") if job.worker is not None]

@@ -77,6 +77,15 @@ def _clear(error: OSError, path: Path) -> RunError:
     return RunError("folder", f"cannot write {path}: {error.strerror or error}")
 
 
+def why(error: Exception) -> dict[str, str]:
+    """The ``kind`` and the ``message`` of what ended a run."""
+    if isinstance(error, RunError):
+        return {"kind": error.kind, "message": str(error)}
+    if isinstance(error, ValueError | torch.OutOfMemoryError):
+        return {"kind": "config" if isinstance(error, ValueError) else "memory", "message": str(error)}
+    return {"kind": "exception", "message": f"{type(error).__name__}: {error}"}
+
+
 class RunFolder:
     """One run's folder, locked while it is open, so that no second process writes to it."""
 

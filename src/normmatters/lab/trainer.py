@@ -25,7 +25,7 @@ from normmatters.lab.models import Translator, build_model
 from normmatters.lab.models.dropout import draw_from
 from normmatters.lab.objective import Classification, Objective, Translation
 from normmatters.lab.regimes import Regime, build_regime, find_invariant, find_recording
-from normmatters.lab.runlog import RunError, RunFolder, RunResult, write_atomic
+from normmatters.lab.runlog import RunError, RunFolder, RunResult, why, write_atomic
 from normmatters.lab.session import first_process_first, process_group, seed_everything, setting_up, settings
 from normmatters.lab.step import Arithmetic, Stepper
 from normmatters.lab.translate import bleu, translate
@@ -97,20 +97,12 @@ def train(
                         return run.loop(start, progress if progress and shard.rank == 0 else (lambda _: None))
                     finally:
                         run.stepper.release()
-        except RunError as error:
-            _fail(folder, shard, error.kind, str(error))
-            raise
-        except (ValueError, torch.OutOfMemoryError) as error:
-            _fail(folder, shard, "memory" if isinstance(error, torch.OutOfMemoryError) else "config", str(error))
-            raise
         except Exception as error:
-            _fail(folder, shard, "exception", f"{type(error).__name__}: {error}", traceback=traceback.format_exc())
+            if shard.rank == 0:
+                told = why(error)
+                details = {"traceback": traceback.format_exc()} if told["kind"] == "exception" else {}
+                folder.fail(**told, **details)
             raise
-
-
-def _fail(folder: RunFolder, shard: Shard, kind: str, message: str, **details: Any) -> None:
-    if shard.rank == 0:
-        folder.fail(kind, message, **details)
 
 
 class _Run:

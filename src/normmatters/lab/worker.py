@@ -62,9 +62,10 @@ class Workers:
         if kind == "forkserver":
             self._context.set_forkserver_preload(["normmatters.lab.trainer", "sklearn.datasets", "tokenizers"])
 
-    def start(self, config: RunConfig, folder: Path) -> Worker:
+    def start(self, config: RunConfig, folder: Path, *, alone: bool = False) -> Worker:
+        """``alone``: not in a thread, unless all runs are to be threads."""
         folder.mkdir(parents=True, exist_ok=True)
-        in_thread = shares_a_process(config, self.count) if self.threads is None else self.threads
+        in_thread = not alone and shares_a_process(config, self.count) if self.threads is None else self.threads
         compiled_dropout = config.data.name in TEXT and config.runtime.compile == "compile"
         if in_thread and not compiled_dropout:
             # The pool's threads stay from run to run, and with them what cuDNN found fastest.
@@ -79,6 +80,9 @@ class Workers:
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             process.start()
+        except EOFError:
+            told = "the server of this command's processes was killed while a run was started (out of memory?)"
+            raise OSError(f"{told}: the same command goes on") from None
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return _Process(process, folder)
@@ -188,12 +192,11 @@ def _run_in_process(table: dict[str, Any], folder: str, data_dir: str | None) ->
 
 def _tell(folder: Path, error: Exception) -> None:
     """Write why it failed, if the run itself has not."""
-    from normmatters.lab.runlog import read_json
+    from normmatters.lab.runlog import read_json, why
 
     if not read_json(folder / "error.json"):
-        told = {"type": type(error).__name__, "message": str(error) or type(error).__name__}
         with contextlib.suppress(OSError):
-            (folder / "error.json").write_text(json.dumps(told), encoding="utf-8")
+            (folder / "error.json").write_text(json.dumps(why(error)), encoding="utf-8")
 
 
 def _train(config: RunConfig, folder: Path, data_dir: str | None, patience_s: float = 30, progress: Any = None) -> None:

@@ -39,6 +39,9 @@ About = tuple[tuple[float, ...], tuple[float, ...], str]
 _CIFAR = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616), "crop_flip")
 _IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225), "resized_crop")
 _DIGITS = ((0.3053,), (0.3760,), "crop")
+# A set of images of many sizes: the side to decode them to, and the smallest part of one that a resized crop takes. Of
+# 64 pixels a twelfth, which is usual for ImageNet, would be too few.
+_CROPS = {"imagefolder": (224, 0.08), "tiny_imagenet": (64, 0.25)}
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,8 @@ def load_data(
             raise ValueError(f"CIFAR-10: no test_batch.bin in {folder} (data.dir={config.dir!r})")
         tensors = _shared(cifar10.load, (found,), device)
         return _resident(config, *tensors, 10, _CIFAR, seed, device, shard)
-    train, val, classes = folders.open_splits(folder, config.image_size)
+    side, min_scale = _CROPS[config.name]
+    train, val, classes = folders.open_splits(folder, config.image_size, side, min_scale)
     if isinstance(train, folders.ArraySource) and isinstance(val, folders.ArraySource):
         resident = config.resident if config.resident is not None else train.x.nbytes <= RESIDENT_BYTES
         if resident:
@@ -94,7 +98,7 @@ def load_data(
             return _resident(config, *tensors, classes, _IMAGENET, seed, device, shard)
     kind = _kind(config, _IMAGENET[2])
     decoded = isinstance(train, folders.FolderSource)
-    shape = Augmentation(kind, _margin(train.size), train.size)
+    shape = Augmentation(kind, _margin(train.size), train.size, min_scale)
     if decoded and kind not in ("none", "resized_crop"):
         decoded = False  # pad-crop-flip of the centre crop, on the device
     sources = [
@@ -156,7 +160,8 @@ def _resident(
         val_x, val_y = val_x[kept], val_y[kept]
     size = config.image_size or train_x.shape[1]
     train_x, val_x = (augment.resize(x, size).to(device) for x in (train_x, val_x))
-    augmentation = Augmentation(_kind(config, usual), _margin(size), size)
+    _, min_scale = _CROPS.get(config.name, _CROPS["tiny_imagenet"])
+    augmentation = Augmentation(_kind(config, usual), _margin(size), size, min_scale)
     train = ResidentLoader(train_x, train_y.to(device), config.batch_size, augmentation, seed, shard)
     val = EvalLoader((val_x, val_y.to(device)), config.eval_batch_size, shard, device)
     return ImageData(train, val, classes, train_x.shape[3], size, mean, std)

@@ -47,7 +47,7 @@ def pad(images: Tensor, margin: int) -> Tensor:
     return F.pad(images, (0, 0, margin, margin, margin, margin))
 
 
-def crop_box(u: Tensor, height: Tensor | int, width: Tensor | int, min_scale: float = 0.25) -> Tensor:
+def crop_box(u: Tensor, height: Tensor | int, width: Tensor | int, min_scale: float) -> Tensor:
     """Boxes (n, 4) = top, left, height, width in pixels: area ``min_scale`` to 1, aspect 3/4 to 4/3, anywhere."""
     scale = min_scale + (1 - min_scale) * u[:, 0]
     ratio = torch.exp((2 * u[:, 1] - 1) * 0.28768207245178085)  # log(4/3)
@@ -57,10 +57,10 @@ def crop_box(u: Tensor, height: Tensor | int, width: Tensor | int, min_scale: fl
     return torch.stack([u[:, 3] * (height - h), u[:, 4] * (width - w), h, w], dim=1)
 
 
-def resized_crop(images: Tensor, u: Tensor, size: int) -> Tensor:
+def resized_crop(images: Tensor, u: Tensor, size: int, min_scale: float) -> Tensor:
     """Random resized crops and flips of uint8 (n, H, W, C) to uint8 (n, size, size, C), bilinear."""
     n, height, width, _ = images.shape
-    top, left, h, w = crop_box(u, height, width).unbind(1)
+    top, left, h, w = crop_box(u, height, width, min_scale).unbind(1)
     w_scale = torch.where(u[:, 2] < 0.5, -w / width, w / width)
     theta = torch.zeros(n, 2, 3, device=images.device)
     theta[:, 0, 0], theta[:, 0, 2] = w_scale, (2 * left + w) / width - 1

@@ -43,14 +43,17 @@ class ArraySource:
 
 
 class FolderSource:
-    """Image files and their labels; decoded by PIL in threads (it releases the interpreter lock)."""
+    """Image files and their labels; decoded by PIL in threads (it releases the interpreter lock).
 
-    def __init__(self, files: list[Path], labels: list[int], size: int, threads: int = 8) -> None:
+    ``min_scale``: the smallest part of an image's area that a random crop takes.
+    """
+
+    def __init__(self, files: list[Path], labels: list[int], size: int, min_scale: float, threads: int = 8) -> None:
         try:
             import PIL.Image  # noqa: F401
         except ImportError:
             raise ValueError("folders of images need Pillow: pip install pillow") from None
-        self.files, self.size, self.channels = files, size, 3
+        self.files, self.size, self.channels, self.min_scale = files, size, 3, min_scale
         self.labels = torch.tensor(labels, dtype=torch.int64)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="decode")
 
@@ -69,7 +72,7 @@ class FolderSource:
         width, height = image.size
         if crop is not None:
             row = torch.from_numpy(crop)[None]
-            top, left, h, w = augment.crop_box(row, height, width, min_scale=0.08)[0].tolist()
+            top, left, h, w = augment.crop_box(row, height, width, self.min_scale)[0].tolist()
         else:  # the middle, as 224 of 256
             h = w = min(width, height) * (224 / 256 if min(width, height) > self.size else 1.0)
             top, left = (height - h) / 2, (width - w) / 2
@@ -77,8 +80,13 @@ class FolderSource:
         return np.asarray(image.resize((self.size, self.size), Image.Resampling.BILINEAR, box=box))
 
 
-def open_splits(folder: Path, size: int | None) -> tuple[ArraySource | FolderSource, ArraySource | FolderSource, int]:
-    """``train, val, number of classes`` of a folder with arrays or with ``train/CLASS/*`` and ``val/CLASS/*``."""
+def open_splits(
+    folder: Path, size: int | None, decoded: int, min_scale: float
+) -> tuple[ArraySource | FolderSource, ArraySource | FolderSource, int]:
+    """``train, val, number of classes`` of a folder with arrays or with ``train/CLASS/*`` and ``val/CLASS/*``.
+
+    Where ``size`` is None, arrays stay as they are and files are ``decoded`` to that side.
+    """
     if not folder.is_dir():
         raise ValueError(f"no image folder {folder}; name the folder above it with --data-dir or NORMMATTERS_DATA")
     if (folder / "train_x.npy").is_file():
@@ -95,7 +103,7 @@ def open_splits(folder: Path, size: int | None) -> tuple[ArraySource | FolderSou
         files, labels = _files(folder / split, number)
         if not files:
             raise ValueError(f"{folder / split}: no images found")
-        sources.append(FolderSource(files, labels, size or 224))
+        sources.append(FolderSource(files, labels, size or decoded, min_scale))
     return sources[0], sources[1], len(classes)
 
 

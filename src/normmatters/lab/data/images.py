@@ -58,11 +58,13 @@ def keep(count: int, size: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Augmentation:
-    """``kind``: "none", "crop", "crop_flip", "resized_crop"; ``margin``: pixels of padding of the crops."""
+    """``kind``: "none", "crop", "crop_flip", "resized_crop"; ``margin``: pixels of padding of the crops;
+    ``min_scale``: the smallest part of an image's area that a resized crop takes."""
 
     kind: str
     margin: int
     size: int
+    min_scale: float = 0.25
 
     def prepare(self, images: Tensor) -> Tensor:
         return augment.pad(images, self.margin) if self.kind.startswith("crop") else images
@@ -72,7 +74,7 @@ class Augmentation:
         if self.kind.startswith("crop"):
             return augment.pad_crop(prepared, index, u, self.size, flip=self.kind == "crop_flip")
         if self.kind == "resized_crop":
-            return augment.resized_crop(prepared[index], u, self.size)
+            return augment.resized_crop(prepared[index], u, self.size, self.min_scale)
         return prepared[index]
 
 
