@@ -6,6 +6,7 @@ import copy
 import pickle
 import threading
 from collections.abc import Callable
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,11 @@ from torch.nn import functional as F
 
 from normmatters.convert import convert
 from normmatters.convert.fused import FusedBlock
+
+
+class Kind(Enum):
+    PLAIN = 1
+    RAISED = 2
 
 
 class Block(nn.Module):
@@ -36,14 +42,16 @@ class Block(nn.Module):
         self.table = {"factor": 1.0}
         self.rate = np.sqrt(1.0)  # a constant of the program, which must not name NumPy
         self.shape = torch.Size((1, 1))
+        self.act, self.sum = F.relu, torch.add
+        self.kind = Kind.PLAIN
 
     def forward(self, x: Tensor) -> Tensor:
-        out = F.dropout(F.relu(self.bn(self.conv(x))), self.drop.p, self.drop.training)
+        out = F.dropout(self.act(self.bn(self.conv(x))), self.drop.p, self.drop.training)
         out = out * (self.factors[0] * self.table["factor"] * self.rate)
-        if (2, 2) in (self.size, self.shape):
+        if (2, 2) in (self.size, self.shape) or self.kind is Kind.RAISED:
             out = out + 1
         shortcut = x if self.skip and type(self.none) is nn.Identity else -x
-        return self.relu(self.none(self.branch(out)) + shortcut)
+        return self.relu(self.sum(self.none(self.branch(out)), shortcut))
 
 
 def fused() -> Any:
@@ -67,6 +75,9 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     r"factors is \[2.0, 1.0\]": lambda block: block.factors.__setitem__(0, 2.0),
     "table is {'factor': 2.0}": lambda block: block.table.update(factor=2.0),
     r"shape is torch\.Size\(\[2, 2\]\)": lambda block: setattr(block, "shape", torch.Size((2, 2))),
+    "act is <.*gelu": lambda block: setattr(block, "act", F.gelu),
+    "sum is <.*mul": lambda block: setattr(block, "sum", torch.mul),
+    "kind is <Kind.RAISED": lambda block: setattr(block, "kind", Kind.RAISED),
     "bn.act is None": lambda block: setattr(block, "bn", nn.BatchNorm2d(3).double()),
     "branch.1.act is None": lambda block: block.branch.__setitem__(1, nn.BatchNorm2d(3).double()),
     "branch._modules is .*Tanh": lambda block: block.branch.append(nn.Tanh()),

@@ -269,3 +269,76 @@ def test_converted_models_go_on_as_others_run_them(make: Callable[[], Any]) -> N
     called = torch.func.functional_call(model, dict(model.named_parameters()), (x(),))
     for output in (exported(x()), replica(x()), called):
         assert_close(output, expected, rtol=1e-10, atol=1e-12)
+
+
+def wrap(module: Any) -> None:
+    """Put another forward on the instance, as accelerate does to offload weights."""
+    forward = module.forward
+    module.forward = lambda x, *more: forward(x * x, *more)
+
+
+@pytest.mark.parametrize("part", [lambda block: block, lambda block: block.bn2])
+def test_a_forward_put_on_a_part_of_a_linked_sequential_is_called(part: Callable[[Any], Any]) -> None:
+    def make() -> Any:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Conv2d(3, 4, 1), *(BasicBlock(4, 4) for _ in range(2))).double()
+
+    model, plain = convert(make(), "l2"), make()
+    assert isinstance(model, LinkedSequential)
+    for each in (plain, model):
+        wrap(part(each[1]))
+        wrap(part(each[2]))
+    assert_close(model(x()), plain(x()), rtol=1e-10, atol=1e-12)
+
+
+class Doubled(L1BatchNorm2d):
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+        return 2 * super().forward(input, residual)
+
+
+def test_a_norm_of_ones_own_in_a_linked_sequential_is_called() -> None:
+    model = convert(nn.Sequential(nn.Conv2d(3, 4, 1), *(BasicBlock(4, 4) for _ in range(2))).double(), "l1")
+    alone = copy.deepcopy(model)
+    for each in (model, alone):
+        for block in each[1:]:
+            block.bn2 = Doubled(4, act="relu").double()
+    y = x()
+    for module in alone:
+        y = module(y)
+    assert_close(model(x()), y)
+
+
+class Reads(nn.Module):
+    """Its forward reads what was set on modules that a norm takes over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn, self.relu, self.pool = (
+            nn.Conv2d(3, 3, 1),
+            nn.BatchNorm2d(3),
+            nn.ReLU(),
+            nn.MaxPool2d(3, 2, 1),
+        )
+        self.relu.gain, self.pool.gain = 2.0, 3.0  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.relu(self.bn(self.conv(x)))
+        return self.pool(y) * self.relu.gain * self.pool.gain
+
+
+def test_what_was_set_on_a_relu_or_pool_and_hooks_on_them_stay() -> None:
+    plain = Reads().double()
+    model: Any = convert(copy.deepcopy(plain), "l1")
+    assert model.bn.pool == "max"
+    plain.eval(), model.eval()
+    assert_close(model(x()), plain(x()))
+    seen: list[nn.Module] = []
+    handles = [part.register_forward_hook(lambda part, *_: seen.append(part)) for part in (model.relu, model.pool)]
+    model = to_torch(model)
+    assert [type(model.relu), type(model.pool)] == [nn.ReLU, nn.MaxPool2d]
+    assert_close(model(x()), plain(x()))
+    assert seen == [model.relu, model.pool]
+    for handle in handles:
+        handle.remove()
+    model(x())
+    assert len(seen) == 2

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -28,11 +30,14 @@ class Stores(Block):
         self.lists: dict[str, list[Any]] = {"a": []}
         self.last: deque[Any] = deque(maxlen=2)
         self.notes = SimpleNamespace(x=None)
+        self.notes.deeper = SimpleNamespace(x=None)
+        self.notes.count = 0
         self.relu.count = 0
 
     def kept(self) -> list[Any]:
-        seen = [*self.lists["a"], *self.last, self.notes.x, getattr(self.relu, "seen", None)]
-        return [self.relu.count, self.bn.num_batches_tracked, *(x for x in seen if x is not None)]
+        seen = [*self.lists["a"], *self.last, self.notes.x, self.notes.deeper.x, getattr(self.relu, "seen", None)]
+        counts = [self.relu.count, self.notes.count, self.bn.num_batches_tracked]
+        return [*counts, *(x for x in seen if x is not None)]
 
     def forward(self, x: Tensor) -> Tensor:
         self.effect(self, x)
@@ -47,7 +52,9 @@ class Stores(Block):
         (lambda self, x: setattr(self.relu, "seen", x), "sets relu.seen on the module"),
         (lambda self, x: setattr(self.relu, "count", self.relu.count + 1), "sets relu.count on the module"),
         (lambda self, x: self.bn.num_batches_tracked.add_(1), "sets bn.num_batches_tracked on the module"),
-        (lambda self, x: setattr(self.notes, "x", x), "keeps a value in an object of its own"),
+        (lambda self, x: setattr(self.notes, "x", x), "sets notes on the module"),
+        (lambda self, x: setattr(self.notes, "count", self.notes.count + 1), "sets notes on the module"),
+        (lambda self, x: setattr(self.notes.deeper, "x", x), "keeps a value in an object of its own"),
     ],
 )
 def test_what_forward_stores_is_stored_after_the_conversion_too(effect: Callable[..., Any], reason: str) -> None:
@@ -60,6 +67,92 @@ def test_what_forward_stores_is_stored_after_the_conversion_too(effect: Callable
     for model in (block, original):
         model(x)
     assert_close(block.kept(), original.kept())
+
+
+class Chooses(Block):
+    """Its forward asks something whose answer changes, and does one thing or another."""
+
+    def __init__(self, choose: Callable[[Any], bool]) -> None:
+        super().__init__()
+        self.choose = choose
+        self.random, self.torch = random.Random(0), torch.Generator().manual_seed(0)
+        self.numpy, self.mersenne = np.random.default_rng(0), np.random.Generator(np.random.MT19937(0))
+        self.old_numpy = np.random.RandomState(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = F.relu(self.bn(self.conv(x)) + x)
+        return out if self.choose(self) else 2 * out
+
+
+DRAWS = "draws random numbers outside the graph"
+ASKS = "asks for the gradient or autocast mode"
+
+
+@pytest.mark.parametrize(
+    ("choose", "reason"),
+    [
+        (lambda self: self.random.random() < 0.5, DRAWS),
+        (lambda self: torch.rand((), generator=self.torch).item() < 0.5, DRAWS),
+        (lambda self: self.numpy.random() < 0.5, DRAWS),
+        (lambda self: self.mersenne.random() < 0.5, DRAWS),
+        (lambda self: self.old_numpy.random() < 0.5, DRAWS),
+        (lambda self: torch.is_grad_enabled(), ASKS),
+        (lambda self: torch.is_autocast_enabled("cpu"), ASKS),
+        (lambda self: not torch.is_inference_mode_enabled(), ASKS),
+    ],
+)
+def test_a_choice_of_forward_is_not_made_once_for_all(choose: Callable[[Any], bool], reason: str) -> None:
+    block, original = Chooses(choose), Chooses(choose)
+    original.load_state_dict(block.state_dict())
+    report = ConversionReport()
+    convert(block, "l2", report=report)
+    assert [change.note for change in report.changes] == [f"Chooses cannot be traced: its forward {reason}"]
+    x = torch.randn(2, 3, 4, 4)
+    for mode in (torch.no_grad(), torch.inference_mode(), torch.autocast("cpu"), *[torch.enable_grad()] * 5):
+        with mode:
+            assert_close(block(x), original(x))
+
+
+class Calls(nn.Conv2d):
+    """What surrounds a module's forward here would be recorded, and be done by the module as well."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.exp(super().__call__(x))  # type: ignore[no-any-return]
+
+
+class CallsBlock(Block):
+    def __call__(self, x: Tensor) -> Tensor:
+        return 3 - super().__call__(x)  # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.bn(self.conv(x)) + x)
+
+
+class CallsSequential(nn.Sequential):
+    def __call__(self, x: Tensor) -> Tensor:
+        return 3 - super().__call__(x)  # type: ignore[no-any-return]
+
+
+def calls() -> nn.Module:
+    block = CallsBlock()
+    block.conv = Calls(3, 3, 1)
+    return block
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        calls,
+        lambda: nn.Sequential(CallsBlock(), CallsBlock()),
+        lambda: nn.Sequential(CallsSequential(nn.BatchNorm2d(3)), nn.ReLU()),
+    ],
+)
+def test_a_call_of_ones_own_is_done_once(make: Callable[[], nn.Module]) -> None:
+    model, original = make(), make()
+    original.load_state_dict(model.state_dict())
+    convert(model, "l2")
+    x = torch.randn(2, 3, 4, 4)
+    assert_close(model(x), original(x))
 
 
 class Features(Block):

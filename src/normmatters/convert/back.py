@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from normmatters.convert.fuse import plan_fusion
-from normmatters.convert.fused import FusedBlock, FusedMaxPool2d, FusedReLU, LinkedSequential
+from normmatters.convert.fused import FusedBlock, FusedMaxPool2d, FusedReLU, LinkedSequential, stand_in
 from normmatters.convert.report import Change, ConversionReport
 from normmatters.convert.swap import carry_over, check_model, replace_modules
 from normmatters.functional.torch_batch_norm import TINY
@@ -127,9 +127,9 @@ def to_torch(
         if isinstance(module, LinkedSequential):
             object.__setattr__(module, "__class__", nn.Sequential)
         elif isinstance(module, FusedReLU):
-            taken[module] = nn.ReLU(module.inplace).train(module.training)
+            taken[module] = stand_in(nn.ReLU, module)
         elif isinstance(module, FusedMaxPool2d):
-            taken[module] = module.unfused()
+            taken[module] = stand_in(nn.MaxPool2d, module)
     model = replace_modules(model, taken)
     pools = any(isinstance(module, nn.MaxPool2d) for module in taken.values())
 

@@ -28,6 +28,7 @@ from normmatters.convert.fused import (
     fused_class,
     norm_add_relu,
     norm_norm_add_relu,
+    stand_in,
     until_norm,
 )
 from normmatters.convert.in_place import changes
@@ -35,6 +36,7 @@ from normmatters.convert.parts import (
     blocks_of,
     called_without,
     has_hooks,
+    has_own_call,
     is_identity,
     is_pool,
     is_relu,
@@ -75,12 +77,12 @@ class FusionPlan:
             relu = owner._modules[name]
             assert isinstance(relu, nn.ReLU)
             if relu not in placeholders:
-                placeholders[relu] = FusedReLU(relu.inplace).train(relu.training)
+                placeholders[relu] = stand_in(FusedReLU, relu)
             owner._modules[name] = placeholders[relu]
         for owner, name in self.pools.values():
             pool = owner._modules[name]
             assert isinstance(pool, nn.MaxPool2d)
-            owner._modules[name] = FusedMaxPool2d(pool)
+            owner._modules[name] = stand_in(FusedMaxPool2d, pool)
         for block, guards in self.guards.items():
             base: Any = type(block)
             length = len(block) if isinstance(block, nn.Sequential) else None
@@ -232,7 +234,7 @@ def _plan_traced(
             _rewrite(block, trace.graph, pair[mode], shortcuts)
     fused = [str(train.norm.target) for train, _ in matches.values()]
     inlined = [path for path, module in block.named_modules() if module in through]
-    links = not _changes_inputs(block, traces[0])
+    links = not _changes_inputs(block, traces[0]) and not has_own_call(block)
     program = Program.of(traces[0].graph, traces[1].graph, guards, fused, inlined, links=links)
     base: Any = type(block)
     plan.classes[block] = fused_class(base, program)

@@ -17,7 +17,7 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -28,6 +28,8 @@ from normmatters.convert.trace import Unannounced, setting
 from normmatters.nn import twin
 from normmatters.nn.batchnorm_base import _LpBatchNorm
 from normmatters.nn.leaf import function_call
+
+M = TypeVar("M", bound=nn.Module)
 
 
 class FusedReLU(nn.ReLU):
@@ -44,20 +46,16 @@ class FusedReLU(nn.ReLU):
 class FusedMaxPool2d(nn.MaxPool2d):
     """Stands where an ``nn.MaxPool2d`` was before the norm in front of it took it over; does nothing."""
 
-    _SETTINGS = ("kernel_size", "stride", "padding", "dilation", "return_indices", "ceil_mode")
-
-    def __init__(self, pool: nn.MaxPool2d) -> None:
-        super().__init__(**{name: getattr(pool, name) for name in self._SETTINGS})
-        self.train(pool.training)
-
     def forward(self, input: Tensor) -> Tensor:
         """``input`` itself."""
         return input
 
-    def unfused(self) -> nn.MaxPool2d:
-        """The pool that it stands for."""
-        pool = nn.MaxPool2d(**{name: getattr(self, name) for name in self._SETTINGS})
-        return pool.train(self.training)
+
+def stand_in(cls: type[M], module: nn.Module) -> M:
+    """A module of class ``cls`` that holds all that ``module`` holds: settings, hooks, attributes of the user's."""
+    made = cls.__new__(cls)
+    vars(made).update({name: value for name, value in vars(module).items() if name != "_compiled_call_impl"})
+    return made
 
 
 @dataclass(frozen=True)
@@ -267,15 +265,17 @@ def norm_add_relu(norm: Any, input: Tensor, residual: Tensor) -> Tensor:
 
 
 def watched(module: nn.Module) -> bool:
-    """Whether someone would miss the module's being called: a hook of its own, or one of all modules (a profiler's)."""
-    return has_hooks(module) or bool(_has_any_global_hook())
+    """Whether someone would miss the module's being called: a hook, its own or one of all modules (a profiler's), or
+    who put another forward on the instance."""
+    return has_hooks(module) or "forward" in vars(module) or bool(_has_any_global_hook())
 
 
 def linked_norm_add_relu(
     norm: Any, input: Tensor, residual: Tensor, link: Tensor | None, wanted: bool
 ) -> tuple[Tensor, Tensor | None]:
     """:func:`norm_add_relu` and, if ``wanted``, the link to its output; ``link`` is the residual's."""
-    if residual.shape != input.shape or residual.dtype != input.dtype or watched(norm):
+    own = type(norm).forward is not _LpBatchNorm.forward
+    if own or residual.shape != input.shape or residual.dtype != input.dtype or watched(norm):
         return norm_add_relu(norm, input, residual), None
     return norm.forward_linked(input, residual, link, wanted)  # type: ignore[no-any-return]
 
@@ -303,7 +303,7 @@ def until_norm(shortcut: nn.Module, input: Tensor) -> Pending:
 
 def _in_a_row(module: nn.Module) -> list[Any]:
     """What a (nested) Sequential calls; the module itself where it is none, or is watched."""
-    if type(module) is not nn.Sequential or watched(module) or "forward" in vars(module):
+    if type(module) is not nn.Sequential or watched(module):
         return [module]
     return [module] if module._compiled_call_impl is not None else [m for inner in module for m in _in_a_row(inner)]
 

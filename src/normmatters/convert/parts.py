@@ -16,9 +16,14 @@ def has_hooks(module: nn.Module) -> bool:
     )
 
 
+def has_own_call(module: nn.Module) -> bool:
+    """Whether a call of the module is more than its forward and hooks."""
+    return type(module).__call__ is not nn.Module.__call__
+
+
 def is_plain(module: nn.Module) -> bool:
-    """Whether the module does what its class does, and unobserved."""
-    return "forward" not in vars(module) and not has_hooks(module)
+    """Whether a call of the module is its class's forward, and unobserved."""
+    return "forward" not in vars(module) and not has_hooks(module) and not has_own_call(module)
 
 
 def is_sequential(module: nn.Module) -> bool:

@@ -6,6 +6,7 @@ and raises :class:`Untraceable`, so that a rewritten forward is never a differen
 
 from __future__ import annotations
 
+import functools
 import gc
 import inspect
 import operator
@@ -17,12 +18,15 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FunctionType
+from enum import Enum
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
+
+from normmatters.convert.parts import has_own_call
 
 _ALONE = threading.RLock()  # while it traces, torch.fx and `_recorded_reads` change nn.Module itself
 _HOOKS = vars(nn.Module()).keys() - {"_parameters", "_buffers", "_modules"}  # and more that no forward writes to
@@ -50,7 +54,14 @@ def trace_block(block: nn.Module, training: bool, inline: set[nn.Module]) -> Tra
     The block is left as it was. Raises :class:`Untraceable`.
     """
     _check_forward(block)
-    with _ALONE, _mode(block, training), _unchanged(block), _no_random_numbers(), _recorded_reads(block) as reads:
+    with (
+        _ALONE,
+        _mode(block, training),
+        _unchanged(block),
+        _no_random_numbers(block),
+        _no_questions(),
+        _recorded_reads(block) as reads,
+    ):
         tracer = _BlockTracer(block, inline)
         try:
             graph = tracer.trace(block)
@@ -119,6 +130,8 @@ class _BlockTracer(fx.Tracer):
         return super().create_arg(float(a) if issubclass(type(a), float) else a)
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if has_own_call(m) and not isinstance(m, fx.GraphModule):
+            raise Untraceable(f"{type(m).__name__} has a __call__ of its own")
         if self.depth == 0:
             self.called.append(m)
         self.depth += 1
@@ -194,7 +207,7 @@ def _unchanged(block: nn.Module) -> Iterator[None]:
         prefix = f"{path}." if path else ""
         before.append((prefix, vars(module), dict(vars(module))))
         for name in vars(module).keys() - _HOOKS:
-            containers += _containers(prefix + name, vars(module)[name], seen)
+            containers += _containers(prefix + name, _fields(vars(module)[name]), seen)
         for name, value in {**vars(module), **module._buffers}.items():
             if isinstance(value, Tensor) and not is_lazy(value) and not value.is_inference():
                 tensors.append((prefix + name, value, value._version, value.detach().clone()))
@@ -220,6 +233,13 @@ def _unchanged(block: nn.Module) -> Iterator[None]:
         raise Untraceable(f"its forward sets {', '.join(sorted(changed))} on the module")
 
 
+def _fields(value: Any) -> Any:
+    """The attributes of an object that is none of PyTorch's or Python's (a meter, a config); any other value itself."""
+    home = type(value).__module__.split(".")[0]
+    fields = getattr(value, "__dict__", None)
+    return fields if home not in ("torch", "builtins") and isinstance(fields, dict) else value
+
+
 def _containers(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Any, Any]]:
     """The container and all those in it that were not ``seen`` before, each with its contents."""
     if not isinstance(value, (list, dict, set, tuple, deque)) or id(value) in seen:
@@ -242,11 +262,12 @@ def _identities(contents: Any) -> list[Any]:
 
 
 @contextmanager
-def _no_random_numbers() -> Iterator[None]:
+def _no_random_numbers(block: nn.Module) -> Iterator[None]:
     """Refuse a forward that draws random numbers outside the graph (stochastic depth by a Python `if`)."""
     sources: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
         (random.getstate, random.setstate),
         (torch.get_rng_state, torch.set_rng_state),
+        *(source for module in block.modules() for value in vars(module).values() for source in _drawn_from(value)),
     ]
     if torch.cuda.is_initialized():
         sources.append((torch.cuda.get_rng_state, torch.cuda.set_rng_state))
@@ -265,7 +286,44 @@ def _no_random_numbers() -> Iterator[None]:
         raise Untraceable("its forward draws random numbers outside the graph")
 
 
+def _drawn_from(value: Any) -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any]]]:
+    """How to get and set the state of a generator of random numbers (Python, PyTorch, NumPy); nothing for others."""
+    kind = type(value).__name__
+    if type(value) is random.Random:  # SystemRandom has no state
+        yield value.getstate, value.setstate
+    elif isinstance(value, torch.Generator) or kind == "RandomState":
+        yield value.get_state, value.set_state
+    elif kind == "Generator" and hasattr(value, "bit_generator"):
+        bits = value.bit_generator
+        yield lambda: bits.state, lambda state: setattr(bits, "state", state)
+
+
+@contextmanager
+def _no_questions() -> Iterator[None]:
+    """Refuse a forward that asks for the mode that it runs in: one answer would hold for all."""
+    thread = threading.get_ident()
+    modes = {
+        name: getattr(torch, name) for name in ("is_grad_enabled", "is_inference_mode_enabled", "is_autocast_enabled")
+    }
+
+    def asked(name: str, *arguments: Any) -> Any:
+        asker = str(sys._getframe(1).f_globals.get("__name__"))
+        if threading.get_ident() == thread and asker.split(".")[0] != "torch" and asker != __name__:
+            raise Untraceable("its forward asks for the gradient or autocast mode")
+        return modes[name](*arguments)
+
+    try:
+        for name in modes:
+            setattr(torch, name, functools.partial(asked, name))
+        yield
+    finally:
+        for name, mode in modes.items():
+            setattr(torch, name, mode)
+
+
 def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, dict):
+        return _same(tuple(a.values()), tuple(b.values()))
     if isinstance(a, tuple):
         return len(a) == len(b) and all(map(_same, a, b))
     return bool(a.tolist() == b.tolist() if hasattr(a, "tolist") else a == b)
@@ -279,8 +337,10 @@ class Unannounced:
 
 
 def setting(value: Any) -> Any:
-    """A plain value as it is, a tuple for a list or dict with such values, and ``...`` for anything else."""
-    if value is None or type(value) in (bool, int, float, str):
+    """A plain value or a function as it is, a tuple for a list or dict with such, and ``...`` for anything else."""
+    if value is None or type(value) in (bool, int, float, str, FunctionType, BuiltinFunctionType):
+        return value
+    if isinstance(value, Enum):
         return value
     if isinstance(value, dict):
         value = value.items()
