@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.optim import AdamW, Optimizer
 from torch.optim.optimizer import ParamsT
 
+from normmatters.functional.statistic import compute_dtype
 from normmatters.optim._common import (
     Group,
     Members,
@@ -34,7 +35,6 @@ from normmatters.optim._common import (
     sgd_,
     take_numbers,
 )
-from normmatters.optim._rows import _work_dtype
 from normmatters.optim._turning import check_angle, check_turnable, first_norms
 from normmatters.optim._wrapper import OptimizerWrapper
 from normmatters.optim.equilibrium import filter_sums
@@ -333,7 +333,7 @@ class Angular(OptimizerWrapper):
 
 def _norms_of(p: Tensor, saved: Tensor) -> Tensor:
     """Loaded norms where ``p`` is, in the dtype that they are measured in."""
-    return saved.detach().to(p.device, _work_dtype(p), copy=True)
+    return saved.detach().to(p.device, compute_dtype(p.dtype), copy=True)
 
 
 def _turning_rate(optimizer: Optimizer, group: Group) -> float | None:
