@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from numbers import Real
 from operator import attrgetter, itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.sgd import sgd
 
 Group = dict[str, Any]
+Loss = TypeVar("Loss")
 
 # Where SGD's fused kernel is chosen unasked. On a CPU it is there too, but gains nothing over foreach's plain loop.
 _FUSED_BY_DEFAULT = ("cuda",)
@@ -25,6 +26,14 @@ def parameter_label(group_index: int, group: Group, index: int) -> str:
     place = f"parameter {index} of group {group_index}, shape {tuple(group['params'][index].shape)}"
     names = group.get("param_names")
     return f"'{names[index]}' ({place})" if names else place
+
+
+def loss_of(closure: Callable[[], Loss] | None) -> Loss | None:
+    """What a step's ``closure`` returns, which reevaluates the model; None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 def host_value(value: float | Tensor) -> float:

@@ -31,6 +31,7 @@ from normmatters.optim._common import (
     host_known,
     host_value,
     loading,
+    loss_of,
     members,
     sgd_,
     take_numbers,
@@ -150,10 +151,7 @@ class AngularSGD(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Take one step. ``closure``, if given, reevaluates the model and returns the loss, which is returned."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         # Everything that can be refused is refused first, before a parameter changes.
         found = [members(self, index) for index in range(len(self.param_groups))]
         new: dict[Tensor, Tensor] = {}
@@ -274,10 +272,7 @@ class Angular(OptimizerWrapper):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Take one step. ``closure``, if given, reevaluates the model once and returns the loss, which is returned."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         angular = [(i, group) for i, group in enumerate(self.param_groups) if group["angular"]]
         params: dict[int, list[Tensor]] = {}
         new: dict[Tensor, Tensor] = {}
