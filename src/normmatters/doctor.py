@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from normmatters.convert import ConversionReport
-from normmatters.convert.swap import check_model, convert_unheard
+from normmatters.convert.swap import NormSpec, check_model, swap
 from normmatters.kernels import backends
 from normmatters.optim import Recipe, channel_norms, scale_invariant_parameters, steps_to_equilibrium
 from normmatters.optim._probe import unwrap
@@ -303,7 +303,8 @@ def diagnose(
     notes: list[str] = []
     ghosts = Ghosts(dtype)
     report = ConversionReport()
-    converted = convert_unheard(ghosts.of(model), norm, layer_norm=layer_norm, report=report)
+    layer_spec = None if layer_norm is None else NormSpec.of("layer_norm", layer_norm)
+    converted = swap(ghosts.of(model), NormSpec.of("norm", norm), layer_spec, report)
     kept: dict[str, Kept] = {}
     inputs: dict[str, tuple[int, ...]] = {}
     total = None

@@ -135,9 +135,9 @@ class _Fusion:
         self.__init__(state["layers"])  # type: ignore[misc]
 
     def before(self, model: nn.Module, args: Any) -> None:
-        # Function transforms hand over tensors without memory; compilers and dispatch modes must see operators (and hooks
-        # of the outermost module are compiled apart from its forward: every weight would leave one graph and enter
-        # another). Replicas of DataParallel share this object.
+        # Function transforms hand over tensors without memory; compilers and dispatch modes must see operators (and
+        # hooks of the outermost module are compiled apart from its forward: every weight would leave one graph and
+        # enter another). Replicas of DataParallel share this object.
         if TRITON_MISSING or needs_operators() or plain_only() or getattr(model, "_is_replica", False):
             return
         from normmatters.kernels.weight_norm_ops import Together
