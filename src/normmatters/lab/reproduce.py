@@ -21,7 +21,7 @@ from normmatters.lab import config as _config
 from normmatters.lab.config import TEXT, RunConfig
 from normmatters.lab.experiments import check_data, check_preset, load_cell, load_cells
 from normmatters.lab.memory import check_memory
-from normmatters.lab.runlog import has_results, read_json
+from normmatters.lab.runlog import RunFolder, has_results, read_json
 from normmatters.lab.worker import Worker, Workers
 
 __all__ = ["Job", "Runner", "check_memory", "plan", "run_folder"]
@@ -133,15 +133,8 @@ def _check_folder(job: Job) -> None:
             return
         differs = ", ".join(_config.differences(found, job.config))
         raise ValueError(f"{job.folder}: holds a run of other settings ({differs}); remove it or choose another --out")
-    if _ended(job.folder):
+    if RunFolder(job.folder).ended():
         job.state = "done"
-
-
-def _ended(folder: Path) -> bool:
-    """Finished, or diverged, which is a result too: it would diverge again."""
-    return (
-        read_json(folder / "summary.json") is not None or (read_json(folder / "error.json") or {}).get("kind") == "nan"
-    )
 
 
 @contextlib.contextmanager
@@ -225,7 +218,7 @@ class Runner:
             assert job.worker is not None
             if job.worker.running:
                 continue
-            if _ended(job.folder):
+            if RunFolder(job.folder).ended():
                 job.state = "done"
             else:
                 error = read_json(job.folder / "error.json") or {}
