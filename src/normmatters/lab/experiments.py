@@ -88,7 +88,7 @@ class Cell:
             return load_cell(self.same_as).config(preset, seed, overrides)
         table = dict(self.table)
         for name in ("cifar", "short") if preset == "short" else (preset,):
-            table = _config._merge(table, dict(self.presets.get(name, {})))
+            table = _config.merge(table, dict(self.presets.get(name, {})))
         origin = f"{self.path} (preset {preset})"
         if seed is not None:
             table["seed"] = seed
@@ -127,7 +127,7 @@ def experiment_names() -> list[str]:
 def load_file(path: str | Path) -> Cell:
     """Read one cell file. Unknown keys are errors, in the preset tables as well."""
     path = Path(path)
-    table = _config._read_toml(path, ())
+    table = _config.read_toml(path)
     paper = build(Paper, table.pop("paper", {}), "paper.", str(path))
     if paper.metric not in _METRICS:
         raise ValueError(f"{path}: [paper] metric {paper.metric!r}{suggest(paper.metric, _METRICS)}")
