@@ -39,7 +39,6 @@ class Job:
     needs: Path | None = None
     state: State = "waiting"
     reason: str = ""
-    started: float = 0.0
     worker: Worker | None = field(default=None, repr=False)
 
     @property
@@ -211,7 +210,7 @@ class Runner:
                 job.state, job.reason = "skipped", f"its reference {job.needs} did not finish"
             elif needed == "done" and len(self.of("running")) < self.workers:
                 job.worker = self._workers.start(job.config, job.folder)
-                job.state, job.started = "running", time.monotonic()
+                job.state = "running"
 
     def _collect(self) -> None:
         for job in self.of("running"):

@@ -44,10 +44,6 @@ class RunResult:
     metrics: dict[str, Any] = field(default_factory=dict)
     message: str = ""
 
-    @property
-    def history(self) -> Path:
-        return self.run_dir / "metrics.jsonl"
-
 
 def write_atomic(path: Path, data: bytes) -> None:
     """All of ``data`` under ``path``, or the old file untouched: temporary file, fsync, rename, fsync of the folder."""

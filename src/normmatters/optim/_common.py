@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from numbers import Real
@@ -46,8 +47,8 @@ def host_known(value: float | Tensor) -> bool:
     return not isinstance(value, Tensor) or value.device.type == "cpu"
 
 
-def check_number(name: str, value: float | Tensor, low: float = 0.0, below: float | None = None) -> None:
-    """Raise unless ``value`` is a real number (or a one-element tensor of it) in [low, below)."""
+def check_number(name: str, value: float | Tensor, below: float = math.inf) -> None:
+    """Raise unless ``value`` is a real number (or a one-element tensor of it) in [0, below)."""
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise ValueError(f"{name} must be a number or a tensor of one element, got shape {tuple(value.shape)}")
@@ -56,8 +57,8 @@ def check_number(name: str, value: float | Tensor, low: float = 0.0, below: floa
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, int | float | Real):  # NumPy's are of the last kind
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
-    if not low <= value or (below is not None and not value < below) or value == float("inf"):
-        bound = f"in [{low:g}, {below:g})" if below is not None else f">= {low:g} and finite"
+    if not 0 <= value < below:
+        bound = ">= 0 and finite" if below == math.inf else f"in [0, {below:g})"
         raise ValueError(f"{name} must be {bound}, got {value}")
 
 

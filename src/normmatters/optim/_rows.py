@@ -212,9 +212,10 @@ class Channels:
         """Views of `row` `[..., total]`, one `[..., channels]` a weight."""
         return dict(zip(self.names, row.split(self.sizes, dim=-1)))
 
-    def norms_(self, row: Tensor, tensors: list[Tensor] | None = None) -> Tensor:
-        """Write the norm of every channel into `row`: one kernel a weight, straight into its slice, no host sync."""
-        for w, dim, out in zip(self.weights if tensors is None else tensors, self.dims, row.split(self.sizes)):
+    def norms(self) -> Tensor:
+        """`[total]`, the norm of every channel: one kernel a weight, straight into its slice, no host sync."""
+        row = self.new_row()
+        for w, dim, out in zip(self.weights, self.dims, row.split(self.sizes)):
             channel_norms(w.detach(), dim, out=out)
         return row
 

@@ -81,7 +81,7 @@ class StepSizeCorrection(OptimizerWrapper):
         channels = recording.match(optimizer, parameters)
         channels.check_no_weight_decay(optimizer)
         rows = recording.rows_by_step(form)[:-1]
-        channels.check_nonzero(channels.norms_(channels.new_row()), "the norm")
+        channels.check_nonzero(channels.norms(), "the norm")
         if not len(rows):
             raise ValueError("the recording is empty: it holds no step")
         table = 1 / recording.table(channels)

@@ -177,9 +177,9 @@ class StreamLoader(TrainLoader):
             yield x.permute(0, 3, 1, 2), labels.to(self.device, non_blocking=True)
 
 
-def prefetch(read, steps: int, *, depth: int = 4, pin: bool = False):  # type: ignore[no-untyped-def]
-    """``read(0) … read(steps − 1)`` in order, ``depth`` ahead, in one thread; its errors are raised here."""
-    ready: queue.Queue[object] = queue.Queue(maxsize=depth)
+def prefetch(read, steps: int, *, pin: bool = False):  # type: ignore[no-untyped-def]
+    """``read(0) … read(steps − 1)`` in order, a few ahead, in one thread; its errors are raised here."""
+    ready: queue.Queue[object] = queue.Queue(maxsize=4)
     stop = threading.Event()
 
     def put(item: object) -> bool:
