@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from normmatters._table import aligned
 from normmatters.convert import ConversionReport
 from normmatters.convert.swap import NormSpec, check_model, swap
 from normmatters.kernels import backends
@@ -108,10 +109,7 @@ class Table(NamedTuple):
     rows: Sequence[tuple[str, ...]]
 
     def __str__(self) -> str:
-        lines = [self.columns, *self.rows]
-        widths = [max(len(line[i]) for line in lines) for i in range(len(self.columns))]
-        text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines]
-        return "\n".join([self.title, *text])
+        return f"{self.title}\n{aligned([self.columns, *self.rows])}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -105,7 +105,7 @@ def remove_weight_norm(module: M) -> M:
             if not any(isinstance(one, BoundedWeight | ClassicWeight) for one in stack):
                 continue
             if own_parametrization(owner, name) is None:
-                raise ValueError(f"other parametrizations share {_join(path, name)} with its weight norm; remove them")
+                raise ValueError(f"other parametrizations share {joined(path, name)} with its weight norm; remove them")
             found.append((owner, name))
     if not found:
         raise ValueError(f"found no weight norm to remove in {type(module).__name__}")
@@ -167,5 +167,6 @@ def _check_no_zero_slice(module: nn.Module, v: Tensor, dim: int | None) -> None:
         raise ValueError(f"{where} of {type(module).__name__} is zero everywhere: it has no direction to normalize")
 
 
-def _join(path: str, name: str) -> str:
+def joined(path: str, name: str) -> str:
+    """The name of a module's parameter in the model."""
     return f"{path}.{name}" if path else name
