@@ -16,6 +16,7 @@ from models import NETS, BatchNormAct2d, HandWritten, ResNet, TimmResNet, assert
 from normmatters.convert import ConversionReport, convert, fold, to_torch
 from normmatters.convert.back import BatchNormReLU1d, BatchNormReLU2d
 from normmatters.nn.batchnorm import L1BatchNorm1d, L1BatchNorm2d, LpBatchNorm2d, MeanOnlyBatchNorm2d
+from normmatters.nn.batchnorm_act import LpBatchNormAct2d
 from normmatters.nn.layernorm import L1LayerNorm, L1RMSNorm, LpLayerNorm
 from normmatters.nn.sync import SyncLpBatchNorm, convert_sync_batchnorm
 from normmatters.weight_norm import apply_weight_norm
@@ -242,3 +243,12 @@ def test_root_norm_copy_and_wrong_input() -> None:
         warnings.simplefilter("error")
         plain_model = make("timm")
         assert to_torch(plain_model) is plain_model
+
+
+def test_torchs_norms_have_an_eps_that_every_torch_takes() -> None:
+    """Torch 2.11 refuses 0, which mean-only norms have."""
+    act = LpBatchNormAct2d(3, eps=0.0)
+    act.drop, act.activation = nn.Identity(), nn.SiLU()
+    model = to_torch(nn.Sequential(MeanOnlyBatchNorm2d(3), act))
+    assert [type(norm).__name__ for norm in model] == ["BatchNorm2d", "BatchNormAct2d"]
+    assert all(0 < norm.eps < 1e-30 for norm in model)

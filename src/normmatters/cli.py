@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 try:
     import typer
     from rich.console import Console
+    from rich.markup import escape
 except ImportError:  # the library itself needs neither
     sys.exit('The command needs a few more packages: pip install "normmatters[lab]"')
 
@@ -77,14 +78,8 @@ def main() -> None:
 
 def _fail(message: str) -> NoReturn:
     text = " ".join(message.split())
-    Console(stderr=True, soft_wrap=True).print(f"[bold red]Error:[/] [red]{_plain(text)}[/]", highlight=False)
+    Console(stderr=True, soft_wrap=True).print(f"[bold red]Error:[/] [red]{escape(text)}[/]", highlight=False)
     sys.exit(2)
-
-
-def _plain(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)
 
 
 @app.callback()
@@ -181,7 +176,7 @@ def _list_failed(console: Console, failed: list[Job]) -> None:
     """Each reason once: often there is one for all, such as data that are not there."""
     for reason in dict.fromkeys(job.reason for job in failed):
         which = ", ".join(f"{job.id} seed {job.seed}" for job in failed if job.reason == reason)
-        console.print(f"  [red]✗[/] {which}: {_plain(reason)}", highlight=False, soft_wrap=True)
+        console.print(f"  [red]✗[/] {which}: {escape(reason)}", highlight=False, soft_wrap=True)
 
 
 def _stopped() -> NoReturn:
@@ -193,7 +188,7 @@ def _overview(jobs: list[Job], out: Path) -> str:
     done = sum(job.state == "done" for job in jobs)
     cells = len({job.id for job in jobs})
     finished = f", {done} of them finished" if done else ""
-    return f"[bold]{len(jobs)} runs[/] of {cells} cells in {_plain(str(out))}{finished}"
+    return f"[bold]{len(jobs)} runs[/] of {cells} cells in {escape(str(out))}{finished}"
 
 
 def _device(name: str) -> str:
@@ -237,7 +232,7 @@ def _tell(console: Console, report: Report) -> None:
         table.add_column(column)
     for v in report.verdicts:
         mark = f"[{colors[v.verdict]}]{v.mark}[/]"
-        table.add_row(mark, f"{_plain(v.claim.text)} [dim]{v.claim.check}[/]", _plain(v.measured))
+        table.add_row(mark, f"{escape(v.claim.text)} [dim]{v.claim.check}[/]", escape(v.measured))
     if report.verdicts:
         console.print(table, highlight=False)
         count = {kind: sum(v.verdict == kind for v in report.verdicts) for kind in colors}
@@ -247,8 +242,8 @@ def _tell(console: Console, report: Report) -> None:
             highlight=False,
         )
     if report.not_run:
-        console.print(_plain(report.not_run), style="dim", highlight=False, soft_wrap=True)
-    console.print(f"[bold]Report:[/] {_plain(str(report.html.resolve()))}", highlight=False, soft_wrap=True)
+        console.print(escape(report.not_run), style="dim", highlight=False, soft_wrap=True)
+    console.print(f"[bold]Report:[/] {escape(str(report.html.resolve()))}", highlight=False, soft_wrap=True)
 
 
 @app.command(rich_help_panel="Your own runs")
@@ -332,7 +327,7 @@ def publish(
     console = Console()
     if runs:
         kept = keep(runs, to / preset)
-        console.print(f"[bold]{len(kept)} runs[/] in {_plain(str(to / preset))}", highlight=False)
+        console.print(f"[bold]{len(kept)} runs[/] in {escape(str(to / preset))}", highlight=False)
     for report in redraw(to, into or ()):
         _tell(console, report)
 
@@ -409,7 +404,7 @@ def data_prepare(
     found = load_data(DataConfig(name=name, batch_size=1), data_dir)  # type: ignore[arg-type]
     console = Console()
     embedded = name in ("digits", "numbers")
-    where = "embedded, nothing to prepare" if embedded else f"ready in {_plain(str(data_root(data_dir)))}"
+    where = "embedded, nothing to prepare" if embedded else f"ready in {escape(str(data_root(data_dir)))}"
     console.print(f"[green]✓[/] {name}: {where}", highlight=False)
     if isinstance(found, ImageData):
         console.print(f"  {found.classes} classes, {found.channels}×{found.size}×{found.size}", highlight=False)

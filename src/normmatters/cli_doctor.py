@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -246,7 +247,6 @@ def _load(path: Path) -> Any:
 
 
 def _print(found: Diagnosis) -> None:
-    from rich.markup import escape
     from rich.table import Table
 
     console = Console()

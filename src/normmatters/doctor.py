@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from normmatters._table import aligned
 from normmatters.convert import ConversionReport
-from normmatters.convert.swap import check_model, convert_unheard
+from normmatters.convert.swap import NormSpec, check_model, swap
 from normmatters.kernels import backends
 from normmatters.optim import Recipe, channel_norms, scale_invariant_parameters, steps_to_equilibrium
 from normmatters.optim._probe import unwrap
@@ -108,10 +109,7 @@ class Table(NamedTuple):
     rows: Sequence[tuple[str, ...]]
 
     def __str__(self) -> str:
-        lines = [self.columns, *self.rows]
-        widths = [max(len(line[i]) for line in lines) for i in range(len(self.columns))]
-        text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines]
-        return "\n".join([self.title, *text])
+        return f"{self.title}\n{aligned([self.columns, *self.rows])}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -303,7 +301,8 @@ def diagnose(
     notes: list[str] = []
     ghosts = Ghosts(dtype)
     report = ConversionReport()
-    converted = convert_unheard(ghosts.of(model), norm, layer_norm=layer_norm, report=report)
+    layer_spec = None if layer_norm is None else NormSpec.of("layer_norm", layer_norm)
+    converted = swap(ghosts.of(model), NormSpec.of("norm", norm), layer_spec, report)
     kept: dict[str, Kept] = {}
     inputs: dict[str, tuple[int, ...]] = {}
     total = None

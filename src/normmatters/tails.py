@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from normmatters.convert.swap import is_channels_first
 from normmatters.functional.statistic import compute_dtype, scale_constant, squared_scale
-from normmatters.nn.layernorm import LpLayerNorm
 from normmatters.optim._probe import run
 
 __all__ = ["measure_tails", "tails"]
@@ -76,7 +75,7 @@ def measure_tails(model: nn.Module, example_input: Any) -> dict[str, Tensor]:
         found.setdefault(name, []).append(tails(x, _dims(module, x)))
 
     for name, module in copied.named_modules():
-        if isinstance(module, nn.modules.batchnorm._NormBase | nn.LayerNorm | LpLayerNorm):
+        if isinstance(module, nn.modules.batchnorm._NormBase | nn.LayerNorm):
             if not isinstance(module, nn.modules.instancenorm._InstanceNorm):
                 module.register_forward_pre_hook(partial(look, name), with_kwargs=True)
     devices = {t.device for t in [*copied.parameters(), *copied.buffers()] if t.device.type == "cuda"}

@@ -83,9 +83,9 @@ class _Scaled(torch.autograd.Function):
 
 
 def _damaged(what: str) -> Any:
-    right = dispatch.batch_norm
+    right = dispatch.linked_batch_norm
 
-    def wrong(x: Tensor, mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def wrong(x: Tensor, mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor, *args: Any, **kwargs: Any) -> Any:
         if what == "dx":
             x = _Scaled.apply(x, 1.02)
         elif what == "dweight":
@@ -94,17 +94,17 @@ def _damaged(what: str) -> Any:
             bias = _Scaled.apply(bias, 1.5)
         elif what == "dresidual":
             kwargs["residual"] = _Scaled.apply(kwargs["residual"], 1.02)
-        y = right(x, mean, var, weight, bias, *args, **kwargs)
+        y, link = right(x, mean, var, weight, bias, *args, **kwargs)
         if what == "running_var":
             var.mul_(1.01)
-        return y * 1.02 if what == "output" else y
+        return y * 1.02 if what == "output" else y, link
 
     return wrong
 
 
 @pytest.mark.parametrize("what", ["output", "dx", "dweight", "dbias", "dresidual", "running_var"])
 def test_a_wrong_kernel_gets_no_number(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "batch_norm", _damaged(what))
+    monkeypatch.setattr(dispatch, "linked_batch_norm", _damaged(what))
     code = bench.run(
         ["layers"], smoke=True, device="cpu", out=tmp_path, only=["fp16", "cl", "add_relu", "native", "l1"]
     )
@@ -117,7 +117,7 @@ def test_a_wrong_kernel_gets_no_number(what: str, tmp_path: Path, monkeypatch: p
 
 
 def test_resnet50_gives_no_number_for_a_wrong_norm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(dispatch, "batch_norm", _damaged("dx"))
+    monkeypatch.setattr(dispatch, "linked_batch_norm", _damaged("dx"))
     assert bench.run(["resnet50"], smoke=True, device="cpu", out=tmp_path, only=["fp16", "l1"]) == 1
     (row,) = json.loads((tmp_path / "resnet50.json").read_text())["rows"]
     assert row["status"] == "WRONG"
@@ -150,7 +150,7 @@ def test_one_failing_variant_does_not_stop_the_others(
     def broken(*args: Any, **kwargs: Any) -> Tensor:
         raise RuntimeError("out of\nmemory")
 
-    monkeypatch.setattr(dispatch, "batch_norm", broken)
+    monkeypatch.setattr(dispatch, "linked_batch_norm", broken)
     assert bench.run(["layers"], smoke=True, device="cpu", only=["fp16", "cl", "relu", "native", "l1", "l2"]) == 1
     printed = capsys.readouterr().out
     assert printed.count("failed: RuntimeError: out of memory") == 4  # two rows, and the list at the end

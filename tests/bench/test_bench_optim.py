@@ -5,6 +5,9 @@ import math
 import torch
 
 from normmatters.bench import optim as bench
+from normmatters.bench.harness import Setup
+
+SMOKE = Setup(torch.device("cpu"), smoke=True)
 
 
 def test_shapes_are_resnet50s():
@@ -15,13 +18,16 @@ def test_shapes_are_resnet50s():
 
 
 def test_smoke_times_every_optimizer_and_all_checks_pass():
-    rows = list(bench.run("cpu", smoke=True))
-    assert [row["optimizer"] for row in rows] == list(bench.OPTIMIZERS)
-    assert all(row["check"] == "ok" for row in rows), rows
-    assert all(row["milliseconds"] > 0 and row["ratio"] > 0 for row in rows)
+    rows = list(bench.rows(SMOKE))
+    assert [row["variant"] for row in rows] == list(bench.OPTIMIZERS)
+    assert all(row["status"] == "ok" for row in rows), rows
+    assert all(row["ms"] > 0 and row["ratio"] > 0 for row in rows)
     assert rows[0]["ratio"] == 1.0
     for row in rows:
-        assert row["added"] == row["milliseconds"] - rows[0]["milliseconds"]
+        assert row["added_ms"] == row["ms"] - rows[0]["ms"]
+        assert row["ours"] == (
+            "WeightDecayFree" in row["variant"] or "Angular" in row["variant"] or "+" in row["variant"]
+        )
 
 
 def test_parameters_are_the_same_each_time_and_nobody_elses():
@@ -48,7 +54,7 @@ def test_a_wrong_optimizer_gets_no_number(monkeypatch):
         return optimizer, step
 
     monkeypatch.setattr(bench, "OPTIMIZERS", {"wrong": (build, False)})
-    (row,) = bench.run("cpu", smoke=True)
-    assert row["milliseconds"] is None
-    assert row["ratio"] is None
-    assert row["check"].startswith("'fc.bias' is off by 0.0003")
+    (row,) = bench.rows(SMOKE)
+    assert not {"ms", "ratio"} & row.keys()
+    assert row["status"] == "WRONG"
+    assert row["note"].startswith("'fc.bias' is off by 0.0003")

@@ -322,13 +322,12 @@ def test_the_recorder_records_the_same_through_the_kernel(monkeypatch):
     """Beside weights that the kernel does not take: along dimension 1, whole, and of another dtype."""
     recordings = []
     launches = []
-    monkeypatch.setattr(multi_tensor, "_LAUNCH_ON", (DEVICE,))
     real = multi_tensor.ChannelMeter._launch_of
     monkeypatch.setattr(
         multi_tensor.ChannelMeter, "_launch_of", lambda self, members: launches.append(members) or real(self, members)
     )
     for kernel in (True, False):
-        monkeypatch.setattr(multi_tensor, "_HAS_TRITON", kernel)
+        monkeypatch.setattr(multi_tensor, "_LAUNCH_ON", (DEVICE,) if kernel else ())
         torch.manual_seed(0)
         dims = {"conv": 0, "transposed": 1, "whole": None, "half": 0, "vector": 0}
         weights = dict(zip(dims, matrices([(5, 3, 3, 3), (4, 6, 2, 2), (3, 7), (4, 9), (11,)])))
@@ -398,7 +397,7 @@ def test_the_recorder_in_a_graph_through_the_kernel_and_plain(monkeypatch):
     shapes = [(64, 3, 7, 7), (256, 64, 1, 1), (512, 512, 3, 3)]
     runs = []
     for captured, kernel in ((False, True), (True, True), (False, False)):
-        monkeypatch.setattr(multi_tensor, "_HAS_TRITON", kernel)
+        monkeypatch.setattr(multi_tensor, "_LAUNCH_ON", (DEVICE,) if kernel else ())
         torch.manual_seed(0)
         weights = {n: torch.nn.Parameter(w) for n, w in zip("abc", matrices(shapes))}
         for w in weights.values():

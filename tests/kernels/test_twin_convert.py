@@ -70,13 +70,13 @@ class Changed(Alone):
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """For each pair of norms that went through one operation, whether a link was asked for."""
     seen: list[bool] = []
-    run = twin._run
+    run = twin.twin_batch_norm
 
-    def watched(*arguments):
-        seen.append(arguments[-1])
-        return run(*arguments)
+    def watched(*arguments, linked=False):
+        seen.append(linked)
+        return run(*arguments, linked=linked)
 
-    monkeypatch.setattr(twin, "_run", watched)
+    monkeypatch.setattr(twin, "twin_batch_norm", watched)
     return seen
 
 

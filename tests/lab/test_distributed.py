@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from lab_runs import rows, small_run
 
-from normmatters.lab.config import to_toml
+from normmatters.lab.config import to_json
 from normmatters.lab.trainer import train
 
 RUNS = {
@@ -41,20 +41,20 @@ def stop_in_second_epoch(event: dict[str, Any]) -> None:
 @pytest.mark.timeout(240)
 def test_two_processes_equal_one(tmp_path: Path) -> None:
     for name, config in RUNS.items():
-        (tmp_path / f"{name}.toml").write_text(to_toml(config))
+        (tmp_path / f"{name}.json").write_text(to_json(config))
         train(config, tmp_path / "one" / name)
     # the images' first epoch is one process's work: the two go on from its checkpoint
     with pytest.raises(Stop):
         train(RUNS["images"], tmp_path / "two" / "images", progress=stop_in_second_epoch)
     program = tmp_path / "program.py"
     program.write_text(
-        "import sys\n"
+        "import json, sys\n"
         "from pathlib import Path\n"
-        "from normmatters.lab.config import load\n"
+        "from normmatters.lab.config import from_dict\n"
         "from normmatters.lab.trainer import train\n"
         "folder = Path(sys.argv[1])\n"
         "for name in sys.argv[2:]:\n"
-        "    train(load(folder / f'{name}.toml'), folder / 'two' / name)\n"
+        "    train(from_dict(json.loads((folder / f'{name}.json').read_text())), folder / 'two' / name)\n"
     )
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(program)]
     done = subprocess.run(

@@ -68,7 +68,7 @@ def test_a_plan_that_cannot_be_is_refused(tmp_path: Path) -> None:
         plan(["fig1"], "quick", tmp_path, overrides=["optim.reference=wd_on"])
     with pytest.raises(ValueError, match=r"fig1/angular and fig1/wd_on would both run in .*fig1/x/seed0"):
         plan(["fig1"], "quick", tmp_path, overrides=["cell=x"])
-    with pytest.raises(ValueError, match="no data set 'cifar': did you mean 'cifar10'"):
+    with pytest.raises(ValueError, match="no data set 'cifar'; did you mean 'cifar10'"):
         plan(["supp2"], "quick", tmp_path, data="cifar")
     with pytest.raises(ValueError, match="'numbers' is text, which no cell of fig1 is trained on"):
         plan(["fig1"], "quick", tmp_path, data="numbers")

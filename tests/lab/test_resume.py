@@ -17,7 +17,7 @@ from lab_runs import rows, small_run
 from safetensors.torch import load_file
 
 from normmatters.lab import checkpoint
-from normmatters.lab.config import to_toml
+from normmatters.lab.config import to_json
 from normmatters.lab.runlog import RunError
 from normmatters.lab.trainer import train
 
@@ -98,12 +98,12 @@ def test_interrupted_runs_end_the_same(mode: str, reference: Path) -> None:
 def test_kill_9_at_random_moments(tmp_path: Path) -> None:
     """Two kills, each at a random moment; then the same command finishes the run as if there had been none."""
     config = small_run(optim={"epochs": 12, "milestones": [6]}, runtime={"record": "step", "threads": 1})
-    (tmp_path / "run.toml").write_text(to_toml(config))
+    (tmp_path / "run.json").write_text(to_json(config))
     program = (
-        "import sys; from normmatters.lab.config import load; from normmatters.lab.trainer import train; "
-        "train(load(sys.argv[1]), sys.argv[2])"
+        "import json, sys; from normmatters.lab.config import from_dict; from normmatters.lab.trainer import train; "
+        "train(from_dict(json.load(open(sys.argv[1]))), sys.argv[2])"
     )
-    command = [sys.executable, "-c", program, str(tmp_path / "run.toml"), str(tmp_path / "killed")]
+    command = [sys.executable, "-c", program, str(tmp_path / "run.json"), str(tmp_path / "killed")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     generator = random.Random(time.time_ns())  # other moments every time: any failure is a real one
     metrics = tmp_path / "killed" / "metrics.jsonl"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from normmatters.lab.models.dropout import Dropout, draw_from
 from normmatters.lab.models.transformer import Attention
 from normmatters.lab.objective import Translation
 from normmatters.lab.reproduce import Job, Runner
-from normmatters.lab.runlog import RunError
 from normmatters.lab.trainer import train
 
 CPU = torch.device("cpu")
@@ -196,15 +194,6 @@ def test_a_run_with_dropout_goes_on_as_if_uninterrupted(
     assert rows(tmp_path / "broken") == rows(tmp_path / "whole")
     train(_run(name), tmp_path / "none")
     assert _losses(tmp_path / "none") != _losses(tmp_path / "whole")  # there was dropout
-
-
-def test_a_checkpoint_without_its_dropout_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    state: Callable[..., dict[str, Any]] = trainer._Run._state
-    monkeypatch.setattr(trainer._Run, "_state", lambda run, epoch: {**state(run, epoch), "dropout": None})
-    with pytest.raises(KeyboardInterrupt):
-        train(_run("lstm", "none"), tmp_path, progress=_stop)
-    with pytest.raises(RunError, match="does not say how far its dropout was"):
-        train(_run("lstm", "none"), tmp_path)
 
 
 def test_text_is_encoded_once_for_all_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,7 +141,7 @@ def axes_of(name: str) -> Axes:
 
 def _bench(name: str) -> tuple[Axes, Callable[[Setup], Iterator[Row]]]:
     """The axes of a benchmark's rows, and the rows."""
-    from normmatters.bench import layernorm, layers, resnet50, weightnorm
+    from normmatters.bench import layernorm, layers, optim, resnet50, weightnorm
 
     return {
         "layers": (layers.AXES, layers.rows),
@@ -149,23 +149,5 @@ def _bench(name: str) -> tuple[Axes, Callable[[Setup], Iterator[Row]]]:
         "resnet50": (resnet50.AXES, resnet50.rows),
         "layernorm": (layernorm.AXES, layernorm.rows),
         "weightnorm": (weightnorm.AXES, weightnorm.rows),
-        "optim": ({}, _optim_rows),
+        "optim": ({}, optim.rows),
     }[name]
-
-
-def _optim_rows(setup: Setup) -> Iterator[Row]:
-    """The optimizers' rows in the words of the others."""
-    from normmatters.bench import optim
-
-    for row in optim.run(str(setup.device), setup.smoke):
-        right = row["check"] == "ok"
-        yield {
-            "variant": row["optimizer"],
-            "mode": row["mode"],
-            "ours": not row["optimizer"].startswith(("SGD(", "AdamW(")),
-            "status": "ok" if right else "WRONG",
-            "note": "" if right else row["check"],
-            "ms": row["milliseconds"],
-            "ratio": row["ratio"],
-            "added_ms": row["added"],
-        }

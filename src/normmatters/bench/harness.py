@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from normmatters._commit import commit
+from normmatters._origin import commit, device_name
 from normmatters.bench import peers, timing
 
 Row = dict[str, Any]
@@ -162,7 +162,7 @@ def environment(device: torch.device) -> dict[str, Any]:
     except ImportError:
         triton_version = None
     return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name(),
+        "device": device_name(device),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda if device.type == "cuda" else None,
@@ -171,15 +171,6 @@ def environment(device: torch.device) -> dict[str, Any]:
         "commit": commit(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def write_json(path: Path, name: str, setup: Setup, rows: Sequence[Row], extra: Mapping[str, Any]) -> None:

@@ -155,7 +155,7 @@ def _data(setup: Setup, shape: Shape, axes: dict[str, str], tensor_bytes: int) -
     return [one] + [one.copies() for _ in range(copies - 1)]
 
 
-def _build(setup: Setup, variant: Variant, data: BatchNormData) -> tuple[Any, Any]:
+def build(setup: Setup, variant: Variant, data: BatchNormData) -> tuple[Any, Any]:
     """The layer with the data's parameters, and the norm inside it."""
     module = variant.build(data.x.shape[1]).to(setup.device)
     norm: Any = module.norm if isinstance(module, peers.NativeBatchNormReLU) else module
@@ -166,7 +166,7 @@ def _build(setup: Setup, variant: Variant, data: BatchNormData) -> tuple[Any, An
 
 
 def _run_once(setup: Setup, variant: Variant, data: BatchNormData) -> Row:
-    forward, norm = _build(setup, variant, data)
+    forward, norm = build(setup, variant, data)
     torch.autograd.grad(forward(*data.inputs()), [*data.inputs(), norm.weight, norm.bias], data.g)
     return {}
 
@@ -174,7 +174,7 @@ def _run_once(setup: Setup, variant: Variant, data: BatchNormData) -> Row:
 def _measure(
     setup: Setup, variant: Variant, data: list[BatchNormData], reference: BatchNormReference, tensor_bytes: int
 ) -> Row:
-    forward, norm = _build(setup, variant, data[0])
+    forward, norm = build(setup, variant, data[0])
     with timing.side_stream(setup.device):
         error = check_batch_norm(forward, norm, data[0], reference, lean=variant.lean)
         parameters = [norm.weight, norm.bias]

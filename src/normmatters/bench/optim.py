@@ -17,6 +17,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import MultiStepLR
 
 from normmatters.bench import timing
+from normmatters.bench.harness import Row, Setup, Wrong, attempt
 from normmatters.optim import (
     Angular,
     AngularSGD,
@@ -62,34 +63,29 @@ def resnet50_shapes(
     return shapes
 
 
-def run(device: str = "cuda", smoke: bool = False) -> Iterator[dict[str, Any]]:
-    """Time every optimizer, one step at a time and as a CUDA graph.
+def rows(setup: Setup) -> Iterator[Row]:
+    """Every optimizer, one step at a time and on a GPU as a CUDA graph; compared with ``BASE`` in the same mode.
 
-    Args:
-        device: where the parameters live; graphs are timed on CUDA only.
-        smoke: few and small tensors and few repeats, to see that it runs.
-
-    Yields:
-        Rows with ``optimizer``, ``mode`` ("eager" or "graph"), ``milliseconds`` a step (median; None if its check
-        failed), ``ratio`` to ``SGD(foreach=True)`` in that mode and ``added`` milliseconds over it, ``check`` ("ok", or
-        what went wrong) and ``device``.
+    A smoke run has few and small tensors and few repeats.
     """
-    shapes = resnet50_shapes(8, (1, 1), 10) if smoke else resnet50_shapes()
+    shapes = resnet50_shapes(8, (1, 1), 10) if setup.smoke else resnet50_shapes()
+    device, repeats = str(setup.device), 3 if setup.smoke else 30
     base: dict[str, float] = {}
-    where = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else device
     for name, (build, graph) in OPTIMIZERS.items():
-        verdict = check(build, shapes, device)
-        for mode in ("eager", "graph") if graph and torch.device(device).type == "cuda" else ("eager",):
-            seconds = None
-            if verdict == "ok":
-                seconds = measure(build, shapes, device, mode == "graph", repeats=3 if smoke else 30)
-            row: dict[str, Any] = {"optimizer": name, "mode": mode, "check": verdict, "device": where}
-            row |= {"milliseconds": None, "ratio": None, "added": None}
-            if seconds is not None:
-                own = row["milliseconds"] = seconds * 1e3
-                reference = base.setdefault(mode, own) if name == BASE else base.get(mode)
+        wrong = check(build, shapes, device)
+        for mode in ("eager", "graph") if graph and setup.cuda else ("eager",):
+
+            def milliseconds(build: Build = build, graph: bool = mode == "graph", wrong: str = wrong) -> Row:
+                if wrong:
+                    raise Wrong(wrong)
+                return {"ms": 1e3 * measure(build, shapes, device, graph, repeats)}
+
+            row: Row = {"variant": name, "mode": mode, "ours": not name.startswith(("SGD(", "AdamW("))}
+            row = attempt(row, milliseconds)
+            if row["status"] == "ok":
+                reference = base.setdefault(mode, row["ms"]) if name == BASE else base.get(mode)
                 if reference is not None:
-                    row |= {"ratio": own / reference, "added": own - reference}
+                    row |= {"ratio": row["ms"] / reference, "added_ms": row["ms"] - reference}
             yield row
 
 
@@ -117,7 +113,7 @@ def _numbers(shapes: tuple[tuple[str, tuple[int, ...]], ...]) -> dict[str, tuple
 
 
 def check(build: Build, shapes: dict[str, tuple[int, ...]], device: str, steps: int = 3) -> str:
-    """Compare some steps in float32 on the device with the same in float64 on the CPU."""
+    """What is wrong with some steps in float32 on the device, by the same in float64 on the CPU; empty if nothing."""
     own, reference = (make_parameters(shapes, *place) for place in ((device, torch.float32), ("cpu", torch.float64)))
     for named in (own, reference):
         _, step = build(named, False)
@@ -128,7 +124,7 @@ def check(build: Build, shapes: dict[str, tuple[int, ...]], device: str, steps: 
         # Numbers up to 5, a handful of float32 roundings a step.
         if not error < 1e-5:
             return f"'{name}' is off by {error:.2g} after {steps} steps"
-    return "ok"
+    return ""
 
 
 def measure(build: Build, shapes: dict[str, tuple[int, ...]], device: str, graph: bool, repeats: int) -> float:

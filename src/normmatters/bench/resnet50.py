@@ -13,9 +13,8 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -119,16 +118,12 @@ def _ratio(row: Row, native: Row | None, key: str) -> float | None:
 
 def _check_norm(setup: Setup, name: str, dtype: torch.dtype) -> float:
     """The layer check at a shape of ResNet-50 in both forms."""
-    variant = next(v for v in layers.VARIANTS if v.name == name)
+    variant = replace(next(v for v in layers.VARIANTS if v.name == name), compile=False)
     error = 0.0
     for residual in (False, True):
         shape = layers.SMOKE_SHAPES[0] if setup.smoke else (256, 256, 14, 14)
         data = BatchNormData.random(shape, dtype, setup.device, last=True, residual=residual)
-        module = variant.build(shape[1]).to(setup.device)
-        norm: Any = module.norm if isinstance(module, peers.NativeBatchNormReLU) else module
-        with torch.no_grad():
-            norm.weight.copy_(data.weight)
-            norm.bias.copy_(data.bias)
+        module, norm = layers.build(setup, variant, data)
         reference = BatchNormReference.of(data, variant.kind)
         error = max(error, check_batch_norm(module, norm, data, reference, lean=variant.lean))
     return error

@@ -178,13 +178,13 @@ def _time_on_cpu(calls: Sequence[Call], quick: bool) -> float:
     return min(sample() for _ in range(3 if quick else 30))
 
 
-def wake(device: torch.device, seconds: float = 0.3) -> None:
+def wake(device: torch.device) -> None:
     """Work until the clocks of a GPU are up: after it idled, its first tenths of a second are slow."""
     if device.type != "cuda":
         return
     source = torch.ones(2**24, device=device)
     target = torch.empty_like(source)
-    end = time.perf_counter() + seconds
+    end = time.perf_counter() + 0.3
     while time.perf_counter() < end:
         for _ in range(100):
             torch.neg(source, out=target)

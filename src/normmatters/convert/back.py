@@ -192,10 +192,9 @@ def _plain(module: nn.Module, unfused: bool) -> nn.Module | str | None:
                 module.num_features, device="meta"
             )
             made.drop, made.activation = module.drop, module.activation
-            carry_over(module, made)
-            return made
-        plain, with_relu = next(classes for ours, classes in _PLAIN.items() if isinstance(module, ours))
-        made = (plain if module.act is None or unfused else with_relu)(module.num_features, device="meta")  # type: ignore[call-arg]
+        else:
+            plain, with_relu = next(classes for ours, classes in _PLAIN.items() if isinstance(module, ours))
+            made = (plain if module.act is None or unfused else with_relu)(module.num_features, device="meta")  # type: ignore[call-arg]
     carry_over(module, made)
     if isinstance(made, nn.modules.batchnorm._NormBase):
         made.eps = max(made.eps, TINY)

@@ -24,7 +24,7 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from normmatters.convert.parts import has_hooks
-from normmatters.convert.trace import Unannounced, setting
+from normmatters.convert.trace import setting
 from normmatters.nn import twin
 from normmatters.nn.batchnorm_base import _LpBatchNorm
 from normmatters.nn.leaf import function_call
@@ -142,12 +142,15 @@ def _compile(source: str, names: dict[str, Any]) -> Any:
     return scope["forward"]
 
 
-class FusedBlock(Unannounced):
-    """Mixin of every block whose ``forward`` was rewritten."""
+class FusedBlock:
+    """First base of every block whose ``forward`` was rewritten."""
 
     fusion_program: ClassVar[Program]  # a block of the user's may well have a program
     unfused_class: ClassVar[type[nn.Module]]
     check_fusion: Callable[[], None]  # raises where a guard does not hold
+
+    def __init_subclass__(cls, **_: Any) -> None:
+        """Nothing: that of a user's class, which may keep a register, is not to hear of ours."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         _, _, *state = cast(tuple[Any, ...], object.__reduce_ex__(self, protocol))

@@ -6,10 +6,11 @@ import operator
 
 from torch import fx, nn
 
-_OPERATORS = {
-    getattr(operator, f"i{name}")
-    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
-}
+#: What ``x += y`` and the like call.
+OPERATORS = (
+    *(operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv),
+    *(operator.imod, operator.ipow, operator.iand, operator.ior, operator.ixor),
+)
 # What these return is new memory; any other module, function or method may return a view of what it got.
 _FRESH = (nn.modules.conv._ConvNd, nn.Linear, nn.modules.batchnorm._NormBase)
 
@@ -34,7 +35,7 @@ def _is_in_place(block: nn.Module, node: fx.Node) -> bool:
         return False
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     named = name.endswith("_") and not name.endswith("__")  # as torch names them
-    return named or node.target in _OPERATORS or bool(node.kwargs.get("inplace"))
+    return named or node.target in OPERATORS or bool(node.kwargs.get("inplace"))
 
 
 def _origins(block: nn.Module, nodes: list[fx.Node]) -> set[fx.Node]:

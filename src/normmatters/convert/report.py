@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from normmatters._table import aligned
+
 
 @dataclass(frozen=True)
 class Change:
@@ -61,9 +63,7 @@ class ConversionReport:
         rows = [("module", "before", "after", "fused", "note")]
         for c in self.changes:
             rows.append((c.name or "(model)", c.before, c.after or "(kept)", c.fused or "-", c.note))
-        widths = [max(len(row[column]) for row in rows) for column in range(5)]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
-        return "\n".join([*lines, self.summary()])
+        return f"{aligned(rows)}\n{self.summary()}"
 
     def summary(self) -> str:
         """The counts in one line."""

@@ -98,18 +98,12 @@ def convert(
         >>> type(model[1]).__name__, model[1].act
         ('L1BatchNorm2d', 'relu')
     """
+    check_model(model)
+    spec = NormSpec.of("norm", norm, k, constant)
+    layer_spec = None if layer_norm is None else NormSpec.of("layer_norm", layer_norm, k, constant)
+    check_memory(memory)
     report = ConversionReport() if report is None else report
-    model = convert_unheard(
-        model,
-        norm,
-        k=k,
-        constant=constant,
-        memory=memory,
-        layer_norm=layer_norm,
-        fuse=fuse,
-        inplace=inplace,
-        report=report,
-    )
+    model = swap(model if inplace else copy.deepcopy(model), spec, layer_spec, report, memory=memory, fuse=fuse)
     if report.converted:
         _log.info("%s", report)
     else:
@@ -117,26 +111,16 @@ def convert(
     return model
 
 
-def convert_unheard(
+def swap(
     model: nn.Module,
-    norm: str | float,
-    *,
-    k: int = 10,
-    constant: str | float = "exact",
-    memory: str = "exact",
-    layer_norm: str | float | None = None,
-    fuse: bool = True,
-    inplace: bool = True,
+    spec: NormSpec,
+    layer_spec: NormSpec | None,
     report: ConversionReport,
+    *,
+    memory: str = "exact",
+    fuse: bool = True,
 ) -> nn.Module:
-    """:func:`convert` that logs nothing, for those who only ask what it would do."""
-    check_model(model)
-    spec = NormSpec.of("norm", norm, k, constant)
-    layer_spec = None if layer_norm is None else NormSpec.of("layer_norm", layer_norm, k, constant)
-    check_memory(memory)
-    if not inplace:
-        model = copy.deepcopy(model)
-
+    """What :func:`convert` does to ``model`` itself; it logs nothing, for those who only ask what would be done."""
     new: dict[nn.Module, nn.Module] = {}
     skipped: dict[nn.Module, str] = {}
     for module in model.modules():
@@ -182,7 +166,7 @@ class NormSpec:
     constant: str | float
 
     @classmethod
-    def of(cls, argument: str, norm: str | float, k: int, constant: str | float) -> NormSpec:
+    def of(cls, argument: str, norm: str | float, k: int = 10, constant: str | float = "exact") -> NormSpec:
         """Resolve and check what the user asked for."""
         if isinstance(norm, bool) or not isinstance(norm, (str, int, float)):
             raise TypeError(f"{argument} must be a string or a number p >= 1, got {type(norm).__name__}")

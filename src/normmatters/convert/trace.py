@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
-import operator
 import random
 import sys
 import threading
@@ -26,6 +25,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 
+from normmatters.convert.in_place import OPERATORS
 from normmatters.convert.parts import has_own_call
 
 _ALONE = threading.RLock()  # while it traces, torch.fx and `_recorded_reads` change nn.Module itself
@@ -108,8 +108,8 @@ def _in_place(function: Callable[..., Any]) -> Callable[[fx.Proxy, Any], fx.Prox
 
 
 # A Proxy knows no `x += y`: Python would make it `x = x + y`, and other names of x would keep the old value.
-for _name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor"):
-    setattr(_Value, f"__{_name}__", _in_place(getattr(operator, _name)))
+for _operator in OPERATORS:
+    setattr(_Value, f"__{_operator.__name__}__", _in_place(_operator))
 
 
 class _BlockTracer(fx.Tracer):
@@ -327,13 +327,6 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, tuple):
         return len(a) == len(b) and all(map(_same, a, b))
     return bool(a.tolist() == b.tolist() if hasattr(a, "tolist") else a == b)
-
-
-class Unannounced:
-    """First base of a class made here: ``__init_subclass__`` of a user's, which may keep a register, hears nothing."""
-
-    def __init_subclass__(cls, **_: Any) -> None:
-        pass
 
 
 def setting(value: Any) -> Any:

@@ -69,7 +69,10 @@ def lp_batch_norm(
         input, running_mean, running_var, weight, bias, training, eps, kind=kind, k=k, act=act, residual=residual
     )
     if not training:
-        y = _normalize_by_running(input, running_mean, running_var, weight, bias, eps, kind)
+        if kind == "mean":
+            assert running_mean is not None  # checked above
+            running_var, eps = torch.ones_like(running_mean), 0.0
+        y = torch_batch_norm(input, running_mean, running_var, weight, bias, False, 0.0, eps)
     elif input.numel() == 0:
         y = _affine(input, weight, bias)  # as PyTorch: nothing to normalize, statistics untouched
     else:
@@ -127,21 +130,6 @@ def _move(running: Tensor, batch: Tensor, momentum: float | Tensor) -> None:
     # Not `lerp_`, which takes a difference: an infinite variance, which half precision may have, must arrive as such.
     # In the batch's dtype, so that a half-precision buffer is rounded once; in one write, which may fail as a whole.
     running.copy_(running.to(batch.dtype) * (1 - momentum) + batch * momentum)
-
-
-def _normalize_by_running(
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    kind: Kind,
-) -> Tensor:
-    if kind == "mean":
-        assert running_mean is not None
-        running_var, eps = torch.ones_like(running_mean), 0.0
-    return torch_batch_norm(input, running_mean, running_var, weight, bias, False, 0.0, eps)
 
 
 def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:

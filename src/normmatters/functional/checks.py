@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -102,11 +103,8 @@ def check_layer_norm(
     for name, parameter in {"weight": weight, "bias": bias}.items():
         if parameter is not None and tuple(parameter.shape) != shape:
             raise ValueError(f"{name} must have normalized_shape {shape}, got {_shape(parameter)}")
-    n = 1
-    for size in shape:
-        n *= size
-    if k is not None and k > n:
-        raise ValueError(f"Top(k) needs k <= the {n} values of normalized_shape {shape}, got k={k}")
+    if k is not None and k > math.prod(shape):
+        raise ValueError(f"Top(k) needs k <= the {math.prod(shape)} values of normalized_shape {shape}, got k={k}")
 
 
 def _check_floating(name: str, tensor: Tensor) -> None:

@@ -30,7 +30,7 @@ from normmatters.functional.channel_sums import (
 )
 from normmatters.functional.checks import check_batch_norm
 from normmatters.functional.pieces import affine, per_channel, pieces, scratch
-from normmatters.functional.statistic import Kind, check_constant, compute_dtype, scale_constant, statistic_kind
+from normmatters.functional.statistic import Kind, compute_dtype, scale_constant, statistic_kind
 from normmatters.functional.torch_batch_norm import TINY, torch_batch_norm
 
 
@@ -72,7 +72,6 @@ def batch_norm(
             residual=residual,
         )
     kind = statistic_kind(p, k)
-    check_constant(constant)
     check_batch_norm(
         input, running_mean, running_var, weight, bias, training, eps, kind=kind, k=k, act=act, residual=residual
     )

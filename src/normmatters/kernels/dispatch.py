@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from normmatters import functional, precision
 from normmatters.functional import hand_derived
 from normmatters.functional.checks import check_batch_norm, check_layer_norm
-from normmatters.functional.statistic import check_constant, compute_dtype, scale_constant, statistic_kind
+from normmatters.functional.statistic import compute_dtype, scale_constant, statistic_kind
 from normmatters.kernels.backends import (
     Backend,
     batch_norm_backend,
@@ -332,7 +332,6 @@ def _layer_norm_kernel(
 ) -> Tensor:
     from normmatters.kernels import layer_norm_ops
 
-    check_constant(constant)
     kind = statistic_kind(p, k)
     check_layer_norm(input, normalized_shape, weight, bias, eps, kind=kind, k=k)
     _check_devices(input, weight, bias)

@@ -176,12 +176,8 @@ class RunConfig:
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
 
 
-def load(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
-    """Read a run from TOML. ``extends = "other.toml"`` (relative) takes that file's values where this one has none."""
-    return apply_overrides(from_dict(_read_toml(Path(path), ()), str(path)), overrides)
-
-
-def _read_toml(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
+def read_toml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """A file's table. ``extends = "other.toml"`` (relative) takes that file's values where this one has none."""
     path = path.resolve()
     if path in seen:
         raise ValueError(f"{path}: extends itself by way of {' -> '.join(p.name for p in seen)}")
@@ -198,17 +194,18 @@ def _read_toml(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
         return table
     if not isinstance(parent, str):
         raise ValueError(f"{path}: extends must be the name of a TOML file, got {parent!r}")
-    base = _read_toml(path.parent / parent, (*seen, path))
+    base = read_toml(path.parent / parent, (*seen, path))
     if same_as := base.get("same_as"):  # it has no settings of its own to take, and would make this one that cell too
         raise ValueError(f"{path}: extends {parent}, which is the same as {same_as}: extend that one")
-    return _merge(base, table)
+    return merge(base, table)
 
 
-def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """``over`` where it has a value, ``base`` elsewhere; tables in them likewise."""
     merged = dict(base)
     for key, value in over.items():
         old = merged.get(key)
-        merged[key] = _merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+        merged[key] = merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
     return merged
 
 
@@ -351,25 +348,6 @@ def to_dict(config: RunConfig) -> dict[str, Any]:
 
 def to_json(config: RunConfig) -> str:
     return json.dumps(to_dict(config), indent=2) + "\n"
-
-
-def to_toml(config: RunConfig) -> str:
-    """TOML that ``load`` reads back to an equal config (keys that are None are left out)."""
-    lines: list[str] = []
-    sections: list[str] = []
-    for key, value in to_dict(config).items():
-        if isinstance(value, dict):
-            body = [f"{k} = {_toml_value(v)}" for k, v in value.items() if v is not None]
-            sections += ["", f"[{key}]", *body]
-        else:
-            lines.append(f"{key} = {_toml_value(value)}")
-    return "\n".join(lines + sections) + "\n"
-
-
-def _toml_value(value: Any) -> str:
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(_toml_value(v) for v in value) + "]"
-    return json.dumps(value, ensure_ascii=False)  # TOML's strings, numbers and booleans are JSON's
 
 
 # Settings of a model that are younger than the published runs, whose hashes stay what they are: hashed where they are

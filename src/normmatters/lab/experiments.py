@@ -15,7 +15,6 @@ A cell file is a run's config (see ``config.py``) with a few more keys, which ar
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -24,7 +23,7 @@ from typing import Any, get_args
 
 from normmatters.lab import config as _config
 from normmatters.lab.config import RunConfig
-from normmatters.lab.schema import build
+from normmatters.lab.schema import build, suggest
 
 __all__ = [
     "PRESETS",
@@ -37,7 +36,6 @@ __all__ = [
     "load_cell",
     "load_cells",
     "load_file",
-    "suggest",
 ]
 
 PRESETS = ("quick", "short", "cifar", "full")
@@ -90,7 +88,7 @@ class Cell:
             return load_cell(self.same_as).config(preset, seed, overrides)
         table = dict(self.table)
         for name in ("cifar", "short") if preset == "short" else (preset,):
-            table = _config._merge(table, dict(self.presets.get(name, {})))
+            table = _config.merge(table, dict(self.presets.get(name, {})))
         origin = f"{self.path} (preset {preset})"
         if seed is not None:
             table["seed"] = seed
@@ -107,13 +105,6 @@ def check_data(name: str) -> None:
     """Raise on a name that is no data set, with the one that was meant."""
     if name not in get_args(_config.DataName):
         raise ValueError(f"no data set {name!r}{suggest(name, get_args(_config.DataName))}")
-
-
-def suggest(word: str, known: Iterable[str]) -> str:
-    """The tail of an error about an unknown name: what was probably meant, or all that there is."""
-    known = list(known)
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f": did you mean {close[0]!r}?" if close else f" (there are: {', '.join(known)})"
 
 
 @cache
@@ -136,7 +127,7 @@ def experiment_names() -> list[str]:
 def load_file(path: str | Path) -> Cell:
     """Read one cell file. Unknown keys are errors, in the preset tables as well."""
     path = Path(path)
-    table = _config._read_toml(path, ())
+    table = _config.read_toml(path)
     paper = build(Paper, table.pop("paper", {}), "paper.", str(path))
     if paper.metric not in _METRICS:
         raise ValueError(f"{path}: [paper] metric {paper.metric!r}{suggest(paper.metric, _METRICS)}")

@@ -16,11 +16,12 @@ from typing import Any
 
 from normmatters.lab import config as _config
 from normmatters.lab.claims import CLAIMS, Claim
-from normmatters.lab.experiments import PRESETS, suggest
+from normmatters.lab.experiments import PRESETS
 from normmatters.lab.report import Report, collect, write_report
-from normmatters.lab.report.collect import METRICS, PUBLISHED, Result, Run, describe, read_published
+from normmatters.lab.report.collect import PUBLISHED, Result, Run, describe, read_published
 from normmatters.lab.report.html import experiments_of
 from normmatters.lab.runlog import write_atomic
+from normmatters.lab.schema import suggest
 
 __all__ = ["publish", "redraw"]
 
@@ -147,17 +148,11 @@ def _overview(preset: str, report: Report) -> str:
 
 
 def _cell(title: str, result: Result) -> str:
-    paper, words = result.cell.paper, describe(result.config)
-    metric = METRICS[paper.metric]
-    unit = metric.unit or metric.label
-    number = result.final(paper.metric)
-    here = "diverged" if result.diverged else number.text(metric.digits, unit) if number else "–"
-    value = f"{paper.value:g} {unit}" if paper.value is not None else paper.note or "–"
+    words, here = describe(result.config), result.text(result.cell.paper.metric)
     setting = f"{words['network']} on {words['data']}, {words['epochs']} epochs, {words['precision']}"
     commits = sorted({str(run.environment.get("commit") or "unknown")[:7] for run in result.done})
-    return (
-        f"| {title} | {result.cell.label} | {value} | {here} | {len(result.done)} | {setting} | {', '.join(commits)} |"
-    )
+    cells = (title, result.cell.label, result.paper_text, here, str(len(result.done)), setting, ", ".join(commits))
+    return f"| {' | '.join(cells)} |"
 
 
 def _claims(words: str, reports: Sequence[tuple[str, Report]], page: Path) -> str:

@@ -23,7 +23,7 @@ from normmatters.optim.correction import StepSizeCorrection
 from normmatters.optim.invariance import ScaleInvariantParameters, scale_invariant_parameters
 from normmatters.optim.norm_schedule import NormSchedule
 from normmatters.optim.recorder import NormRecorder
-from normmatters.optim.recording import Recording
+from normmatters.optim.recording import Form, Recording
 from normmatters.optim.weight_decay_free import WeightDecayFreeSGD
 
 
@@ -47,10 +47,10 @@ def _power(gamma: float, count: int) -> float:
     return 1 / round(1 / gamma) ** count if math.isclose(1 / gamma, round(1 / gamma)) else gamma**count
 
 
-def find_recording(run_dir: Path, config: RunConfig, reference_dir: Path | None = None) -> Recording:
+def find_recording(run_dir: Path, config: RunConfig, reference_dir: str | Path | None = None) -> Recording:
     """The norms of the run that ``optim.reference`` names: a folder beside this run, the cell's same seed, a path."""
     name = config.optim.reference or ""
-    places = [reference_dir] if reference_dir else []
+    places = [Path(reference_dir)] if reference_dir else []
     places += [run_dir.parent / name, run_dir.parent.parent / name / run_dir.name, Path(name)]
     for place in places:
         if (place / "norms.safetensors").is_file():
@@ -187,16 +187,15 @@ def build_regime(
     groups = _groups(config, model, invariant)
     optimizer = _optimizer(optim, groups, device, capture)
     norm_schedule = None
+    form: Form = "paper" if optim.correction == "epoch" else "exact"
     if optim.mode == "corrected":
         assert recording is not None
-        form = "paper" if optim.correction == "epoch" else "exact"
-        optimizer = StepSizeCorrection(optimizer, recording, invariant, form=form)  # type: ignore[arg-type]
+        optimizer = StepSizeCorrection(optimizer, recording, invariant, form=form)
     elif optim.mode == "norm_schedule":
-        form = "paper" if optim.correction == "epoch" else "exact"
         source = recording or (lambda shadow: LambdaLR(shadow, lambda s: lr_factor(optim, s, steps_per_epoch)))
-        norm_schedule = NormSchedule(optimizer, source, invariant, form=form)  # type: ignore[arg-type]
+        norm_schedule = NormSchedule(optimizer, source, invariant, form=form)
     record = config.runtime.record
-    watched: dict[str, tuple[Tensor, int | None]] = {}
+    watched: dict[str, tuple[Tensor, int | None]]
     recorder = None
     if invariant is not None:
         watched = {n: (p, invariant.dims[n]) for n, p in invariant.named_parameters()}

@@ -21,7 +21,7 @@ from normmatters.lab import config as _config
 from normmatters.lab.config import TEXT, RunConfig
 from normmatters.lab.experiments import check_data, check_preset, load_cell, load_cells
 from normmatters.lab.memory import check_memory
-from normmatters.lab.runlog import has_results, read_json
+from normmatters.lab.runlog import RunFolder, has_results, read_json
 from normmatters.lab.worker import Worker, Workers
 
 __all__ = ["Job", "Runner", "check_memory", "plan", "run_folder"]
@@ -39,7 +39,6 @@ class Job:
     needs: Path | None = None
     state: State = "waiting"
     reason: str = ""
-    started: float = 0.0
     alone: bool = False  # it failed in a thread beside others
     worker: Worker | None = field(default=None, repr=False)
 
@@ -134,15 +133,8 @@ def _check_folder(job: Job) -> None:
             return
         differs = ", ".join(_config.differences(found, job.config))
         raise ValueError(f"{job.folder}: holds a run of other settings ({differs}); remove it or choose another --out")
-    if _ended(job.folder):
+    if RunFolder(job.folder).ended():
         job.state = "done"
-
-
-def _ended(folder: Path) -> bool:
-    """Finished, or diverged, which is a result too: it would diverge again."""
-    return (
-        read_json(folder / "summary.json") is not None or (read_json(folder / "error.json") or {}).get("kind") == "nan"
-    )
 
 
 @contextlib.contextmanager
@@ -220,14 +212,14 @@ class Runner:
                 job.state, job.reason = "skipped", f"its reference {job.needs} did not finish"
             elif needed == "done" and len(self.of("running")) < self.workers:
                 job.worker = self._workers.start(job.config, job.folder, alone=job.alone)
-                job.state, job.started = "running", time.monotonic()
+                job.state = "running"
 
     def _collect(self) -> None:
         for job in self.of("running"):
             assert job.worker is not None
             if job.worker.running:
                 continue
-            if _ended(job.folder):
+            if RunFolder(job.folder).ended():
                 job.state = "done"
                 if job.alone and self._workers.threads is None:
                     self._workers.threads = False

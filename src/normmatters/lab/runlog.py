@@ -23,7 +23,7 @@ from typing import IO, Any
 import torch
 
 import normmatters
-from normmatters._commit import commit
+from normmatters._origin import commit, device_name
 from normmatters.lab.config import RunConfig, config_hash, differences, from_dict, to_json
 
 
@@ -43,10 +43,6 @@ class RunResult:
     run_dir: Path
     metrics: dict[str, Any] = field(default_factory=dict)
     message: str = ""
-
-    @property
-    def history(self) -> Path:
-        return self.run_dir / "metrics.jsonl"
 
 
 def write_atomic(path: Path, data: bytes) -> None:
@@ -223,21 +219,12 @@ def environment(device: torch.device) -> dict[str, Any]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "platform": platform.platform(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name(),
+        "device": device_name(device),
         "threads": torch.get_num_threads(),
         "world_size": int(os.environ.get("WORLD_SIZE", "1")),
         "commit": commit(),
     }
     return about
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def _json(value: dict[str, Any]) -> bytes:

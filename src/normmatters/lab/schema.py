@@ -9,10 +9,15 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 
-def suggest(key: str, known: Iterable[str]) -> str:
+def suggest(word: str, known: Iterable[str]) -> str:
+    """The tail of an error about an unknown name: what was probably meant, or all that there is."""
     known = list(known)
-    close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"
+    return _meant(word, known) or f"; there are: {', '.join(known)}"
+
+
+def _meant(word: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def build(cls: type, table: Any, prefix: str, origin: str) -> Any:
@@ -38,8 +43,7 @@ def _convert(value: Any, hint: Any, key: str, origin: str) -> Any:
     if result is _NO:
         options = [a for a in _flatten(hint) if isinstance(a, str)]
         expected = f"one of {', '.join(options)}" if options else _describe(hint)
-        near = suggest(value, options) if options and isinstance(value, str) else ""
-        near = near if "did you mean" in near else ""
+        near = _meant(value, options) if isinstance(value, str) else ""
         raise ValueError(f"{origin}: {key} must be {expected}, got {value!r}{near}")
     return result
 

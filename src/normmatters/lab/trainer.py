@@ -124,7 +124,7 @@ class _Run:
             self.data = load_data(config.data, data_dir, seed=config.seed, device=device, shard=shard, cache=cache)
         gpu.pause()
         self.steps = self.data.train.steps
-        recording = find_recording(folder.path, config, _path(reference_dir)) if optim.reference else None
+        recording = find_recording(folder.path, config, reference_dir) if optim.reference else None
         model = build_model(config.model, self.data).to(device)
         self.objective: Objective
         if isinstance(self.data, ImageData):
@@ -285,9 +285,6 @@ class _Run:
             return 0
         if state["config"] != config_hash(self.config):
             raise RunError("checkpoint", f"the checkpoint in {self.folder.checkpoints} is of another config")
-        if self.generator is not None and state.get("dropout") is None:
-            told = f"the checkpoint in {self.folder.checkpoints} does not say how far its dropout was"
-            raise RunError("checkpoint", f"{told}: begin again (--fresh, resume=False)")
         self.model.load_state_dict(state["model"])
         self.regime.load_state_dict(state["regime"])
         if self.scaler is not None:
@@ -362,7 +359,3 @@ class _Run:
         except ImportError:
             raise ValueError('runtime.tensorboard needs tensorboard: pip install "normmatters[lab]"') from None
         return SummaryWriter(str(self.folder.path / "tensorboard"), purge_step=start * self.steps)
-
-
-def _path(value: str | Path | None) -> Path | None:
-    return None if value is None else Path(value)

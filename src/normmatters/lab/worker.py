@@ -30,6 +30,8 @@ from normmatters.lab.config import TEXT, RunConfig
 
 __all__ = ["Worker", "Workers", "shares_a_process"]
 
+_PATIENCE_S = 30  # for a folder that another process is about to leave
+
 
 class Worker(Protocol):
     """One run that was started; ``in_thread``: in this process."""
@@ -199,12 +201,12 @@ def _tell(folder: Path, error: Exception) -> None:
             (folder / "error.json").write_text(json.dumps(why(error)), encoding="utf-8")
 
 
-def _train(config: RunConfig, folder: Path, data_dir: str | None, patience_s: float = 30, progress: Any = None) -> None:
+def _train(config: RunConfig, folder: Path, data_dir: str | None, progress: Any = None) -> None:
     """Train; a folder that is busy is waited for, since a run of a killed command may take a moment to go."""
     from normmatters.lab.runlog import RunError
     from normmatters.lab.trainer import train
 
-    limit = time.monotonic() + patience_s
+    limit = time.monotonic() + _PATIENCE_S
     while True:
         try:
             train(config, folder, data_dir=data_dir, progress=progress)

@@ -21,8 +21,6 @@ from normmatters.weight_norm.parametrized import own_parametrization
 
 def from_others(state: dict[str, Tensor], prefix: str, module: nn.Module) -> None:
     """Rewrite the weight norms of one module for what the model has there: a plain weight, or a weight norm of ours."""
-    if isinstance(module, parametrize.ParametrizationList):
-        return
     ours: dict[str, BoundedWeight | ClassicWeight] = dict(_weight_norms(module))
     for name in (*module._parameters, *ours):
         norm = ours.get(name)

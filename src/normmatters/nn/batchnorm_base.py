@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,8 +14,6 @@ from normmatters.functional.checks import check_act, check_memory
 from normmatters.functional.statistic import scale_constant
 from normmatters.kernels import dispatch
 from normmatters.nn.leaf import module_call
-
-T = TypeVar("T")
 
 
 class _LpBatchNorm(_NormBase):
@@ -77,7 +74,7 @@ class _LpBatchNorm(_NormBase):
         """Normalize ``input``, (N, C, ...), add ``residual`` of the same shape if given, apply ``act`` if set."""
         if isinstance(input, Proxy):
             return module_call(self, input, *(() if residual is None else (residual,)))
-        return self._forward(self._batch_norm, input, residual)
+        return self._batch_norm(input, *self._state(input), residual)[0]
 
     def forward_linked(
         self, input: Tensor, residual: Tensor | None = None, link: Tensor | None = None, linked: bool = True
@@ -95,9 +92,13 @@ class _LpBatchNorm(_NormBase):
             >>> z, link = first.forward_linked(torch.randn(8, 4, 5, 5))
             >>> z, _ = second.forward_linked(2 * z, z, link, linked=False)
         """
-        return self._forward(self._linked_batch_norm, input, residual, link, linked)
+        return self._batch_norm(input, *self._state(input), residual, link, linked)
 
-    def _forward(self, normalize: Callable[..., T], input: Tensor, residual: Tensor | None, *links: Any) -> T:
+    def _state(self, input: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, bool, float]:
+        """Running mean and variance, the count of batches to raise, whether the batch's own statistics count, momentum.
+
+        The first three are None where this pass is not to touch them.
+        """
         self._check_input_dim(input)
         buffers = self._buffers  # attributes of a module are looked for here last, and take several times as long
         tracked = self.training and self.track_running_stats and not _recomputing()
@@ -113,7 +114,7 @@ class _LpBatchNorm(_NormBase):
             running_mean, running_var = (
                 t.clone() if copied and t is not None else None for t in (running_mean, running_var)
             )
-        return normalize(input, running_mean, running_var, count, training, momentum, residual, *links)
+        return running_mean, running_var, count, training, momentum
 
     def _batch_norm(
         self,
@@ -124,36 +125,12 @@ class _LpBatchNorm(_NormBase):
         training: bool,
         momentum: float,
         residual: Tensor | None,
-    ) -> Tensor:
-        """The normalization itself; :class:`~normmatters.nn.sync.SyncLpBatchNorm` takes it over several processes."""
-        statistics = (running_mean, running_var, self.weight, self.bias, training, momentum, self.eps)
-        if self.pool is not None and residual is None:
-            return dispatch.pooled_batch_norm(input, *statistics, **self._options(count))
-        return self._pooled(dispatch.batch_norm(input, *statistics, residual=residual, **self._options(count)))
-
-    def _pooled(self, output: Tensor) -> Tensor:
-        return output if self.pool is None else dispatch.max_pool(output)
-
-    def _linked_batch_norm(
-        self,
-        input: Tensor,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        count: Tensor | None,
-        training: bool,
-        momentum: float,
-        residual: Tensor | None,
-        link: Tensor | None,
-        linked: bool,
+        link: Tensor | None = None,
+        linked: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        if self.pool is not None:  # a link belongs to what is not pooled
-            return self._batch_norm(input, running_mean, running_var, count, training, momentum, residual), None
+        """The normalization itself, and its link; :class:`~normmatters.nn.sync.SyncLpBatchNorm` has its own."""
         statistics = (running_mean, running_var, self.weight, self.bias, training, momentum, self.eps)
-        options = self._options(count)
-        return dispatch.linked_batch_norm(input, *statistics, residual=residual, link=link, linked=linked, **options)
-
-    def _options(self, count: Tensor | None) -> dict[str, Any]:
-        return {
+        options: dict[str, Any] = {
             "p": self.p,
             "k": self.k,
             "constant": self.constant,
@@ -161,6 +138,14 @@ class _LpBatchNorm(_NormBase):
             "memory": self.memory,
             "num_batches_tracked": count,
         }
+        if self.pool is None:
+            return dispatch.linked_batch_norm(
+                input, *statistics, residual=residual, link=link, linked=linked, **options
+            )
+        # A link belongs to what is not pooled.
+        if residual is None:
+            return dispatch.pooled_batch_norm(input, *statistics, **options), None
+        return dispatch.max_pool(dispatch.batch_norm(input, *statistics, residual=residual, **options)), None
 
     def reset_parameters(self) -> None:
         """Reset the running statistics, the weight to 1 and the bias to 0."""

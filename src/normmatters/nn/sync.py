@@ -18,7 +18,7 @@ from normmatters import precision
 from normmatters.functional.batch_norm import update_running_statistics
 from normmatters.functional.checks import check_batch_norm, check_residual
 from normmatters.functional.statistic import Kind, compute_dtype, scale_constant, statistic_kind
-from normmatters.kernels.dispatch import _count
+from normmatters.kernels.dispatch import _count, max_pool
 from normmatters.nn.batchnorm_act import ThenAct
 from normmatters.nn.batchnorm_base import _LpBatchNorm
 from normmatters.nn.replace import changed, replace
@@ -97,10 +97,11 @@ class SyncLpBatchNorm(_LpBatchNorm):
         training: bool,
         momentum: float,
         residual: Tensor | None,
-    ) -> Tensor:
+        *links: Any,
+    ) -> tuple[Tensor, Tensor | None]:
         distributed = self.training and dist.is_available() and dist.is_initialized()
         if not distributed or dist.get_world_size(self.process_group) == 1:
-            return super()._batch_norm(input, running_mean, running_var, batches, training, momentum, residual)
+            return super()._batch_norm(input, running_mean, running_var, batches, training, momentum, residual, *links)
         if precision.active() is not None:
             raise RuntimeError("precision.arithmetic does not reach over several processes; leave it or the group")
         kind = statistic_kind(self.p, self.k)
@@ -118,11 +119,7 @@ class SyncLpBatchNorm(_LpBatchNorm):
         n = count.clamp(min=2)
         update_running_statistics(running_mean, running_var, mean, squared, n, momentum_or_none, kind=kind)
         _count(batches)
-        return self._pooled(output)
-
-    def _linked_batch_norm(self, *arguments: Any) -> tuple[Tensor, None]:
-        *usual, _, _ = arguments
-        return self._batch_norm(*usual), None
+        return (output if self.pool is None else max_pool(output)), None
 
 
 class SyncLpBatchNormAct(ThenAct, SyncLpBatchNorm):  # type: ignore[misc]

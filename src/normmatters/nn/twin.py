@@ -47,32 +47,11 @@ def twin_batch_norm(
     Shape:
         input, other_input and output: (N, C, ...)
     """
-
-    def both(_: Tensor, *state: Any) -> tuple[Tensor, Tensor | None]:
-        return other._forward(
-            lambda _, *others: _run(norm, input, state, other, other_input, others, linked), other_input, None
-        )
-
-    return norm._forward(both, input, None)
-
-
-def _run(
-    norm: _LpBatchNorm,
-    input: Tensor,
-    state: tuple[Any, ...],
-    other: _LpBatchNorm,
-    other_input: Tensor,
-    other_state: tuple[Any, ...],
-    linked: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """Check both, then run both; a state is (running_mean, running_var, count, training, momentum, residual)."""
     from normmatters.kernels import twin_ops
 
     states, late = [], []
-    for one, x, (running_mean, running_var, count, training, momentum, _) in (
-        (norm, input, state),
-        (other, other_input, other_state),
-    ):
+    for one, x in ((norm, input), (other, other_input)):
+        running_mean, running_var, count, training, momentum = one._state(x)
         tensors = (running_mean, running_var, one.weight, one.bias)
         check_batch_norm(x, *tensors, training, one.eps, kind="l1")
         _check_devices(x, *tensors)

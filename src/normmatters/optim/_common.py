@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from numbers import Real
 from operator import attrgetter, itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.sgd import sgd
 
 Group = dict[str, Any]
+Loss = TypeVar("Loss")
 
 # Where SGD's fused kernel is chosen unasked. On a CPU it is there too, but gains nothing over foreach's plain loop.
 _FUSED_BY_DEFAULT = ("cuda",)
@@ -27,6 +29,14 @@ def parameter_label(group_index: int, group: Group, index: int) -> str:
     return f"'{names[index]}' ({place})" if names else place
 
 
+def loss_of(closure: Callable[[], Loss] | None) -> Loss | None:
+    """What a step's ``closure`` returns, which reevaluates the model; None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
 def host_value(value: float | Tensor) -> float:
     """A number that may live in a tensor, as a Python float (waits for the device when it lives on one)."""
     return value.item() if isinstance(value, Tensor) else value
@@ -37,8 +47,8 @@ def host_known(value: float | Tensor) -> bool:
     return not isinstance(value, Tensor) or value.device.type == "cpu"
 
 
-def check_number(name: str, value: float | Tensor, low: float = 0.0, below: float | None = None) -> None:
-    """Raise unless ``value`` is a real number (or a one-element tensor of it) in [low, below)."""
+def check_number(name: str, value: float | Tensor, below: float = math.inf) -> None:
+    """Raise unless ``value`` is a real number (or a one-element tensor of it) in [0, below)."""
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise ValueError(f"{name} must be a number or a tensor of one element, got shape {tuple(value.shape)}")
@@ -47,8 +57,8 @@ def check_number(name: str, value: float | Tensor, low: float = 0.0, below: floa
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, int | float | Real):  # NumPy's are of the last kind
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
-    if not low <= value or (below is not None and not value < below) or value == float("inf"):
-        bound = f"in [{low:g}, {below:g})" if below is not None else f">= {low:g} and finite"
+    if not 0 <= value < below:
+        bound = ">= 0 and finite" if below == math.inf else f"in [0, {below:g})"
         raise ValueError(f"{name} must be {bound}, got {value}")
 
 

@@ -42,6 +42,12 @@ def rescale_factor(alpha: Scalar) -> Scalar:
     return 1.0 if alpha < RESCALE_AT else factor
 
 
+def learning_rate(group: Group) -> float | Tensor:
+    """η of a group, a tensor in double: in float32 1 − ηλ is rough."""
+    lr = group["lr"]
+    return lr.double() if isinstance(lr, Tensor) else lr  # type: ignore[no-any-return]
+
+
 class WeightDecayFree(Optimizer):
     """What the weight-decay-free optimizers share: α in the state of each parameter, checks, and rescaling."""
 

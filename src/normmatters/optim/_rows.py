@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from normmatters.functional.statistic import compute_dtype
+
 __all__ = ["Channels", "Named", "TestedChannels", "angular_update", "channel_norms", "effective_step_size"]
 
 
@@ -23,10 +25,6 @@ def _reduced(ndim: int, dim: int | None) -> tuple[int, ...]:
     if not -ndim <= dim < ndim:
         raise ValueError(f"dim must lie in [{-ndim}, {ndim}) for a weight with {ndim} dimensions, got {dim}")
     return tuple(d for d in range(ndim) if d != dim % ndim)
-
-
-def _work_dtype(w: Tensor) -> torch.dtype:
-    return torch.float64 if w.dtype == torch.float64 else torch.float32
 
 
 def channel_norms(w: Tensor, dim: int | None = 0, *, out: Tensor | None = None) -> Tensor:
@@ -45,7 +43,7 @@ def channel_norms(w: Tensor, dim: int | None = 0, *, out: Tensor | None = None) 
     reduced = _reduced(w.ndim, dim)
     if dim is None:
         w, dim, reduced = w.unsqueeze(0), 0, tuple(range(1, w.ndim + 1))
-    dtype = _work_dtype(w)
+    dtype = compute_dtype(w.dtype)
     if out is not None and reduced and out.device == w.device and out.dtype == dtype:
         torch.linalg.vector_norm(w, dim=reduced, dtype=dtype, out=out)
         return out
@@ -110,7 +108,9 @@ def angular_update(before: Tensor, after: Tensor, dim: int | None = 0) -> Tensor
     if before.shape != after.shape:
         raise ValueError(f"before and after must have one shape, got {tuple(before.shape)} and {tuple(after.shape)}")
     # Kahan's form on unit vectors: no digit is lost at small angles, nor where the norm changes much.
-    one, two = (w.detach().to(_work_dtype(w)) / shaped(channel_norms(w.detach(), dim), w, dim) for w in (before, after))
+    one, two = (
+        w.detach().to(compute_dtype(w.dtype)) / shaped(channel_norms(w.detach(), dim), w, dim) for w in (before, after)
+    )
     return 2 * torch.atan2(channel_norms(two - one, dim), channel_norms(two + one, dim))
 
 
@@ -202,7 +202,7 @@ class Channels:
         self.sizes = [1 if d is None else w.shape[d] for w, d in zip(self.weights, self.dims)]
         self.total = sum(self.sizes)
         self.device = self.weights[0].device
-        self.dtype = max((_work_dtype(w) for w in self.weights), key=lambda t: t.itemsize)
+        self.dtype = max((compute_dtype(w.dtype) for w in self.weights), key=lambda t: t.itemsize)
 
     def new_row(self) -> Tensor:
         """`[total]` zeros on the weights' device."""
@@ -212,9 +212,10 @@ class Channels:
         """Views of `row` `[..., total]`, one `[..., channels]` a weight."""
         return dict(zip(self.names, row.split(self.sizes, dim=-1)))
 
-    def norms_(self, row: Tensor, tensors: list[Tensor] | None = None) -> Tensor:
-        """Write the norm of every channel into `row`: one kernel a weight, straight into its slice, no host sync."""
-        for w, dim, out in zip(self.weights if tensors is None else tensors, self.dims, row.split(self.sizes)):
+    def norms(self) -> Tensor:
+        """`[total]`, the norm of every channel: one kernel a weight, straight into its slice, no host sync."""
+        row = self.new_row()
+        for w, dim, out in zip(self.weights, self.dims, row.split(self.sizes)):
             channel_norms(w.detach(), dim, out=out)
         return row
 

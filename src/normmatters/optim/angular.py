@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.optim import AdamW, Optimizer
 from torch.optim.optimizer import ParamsT
 
+from normmatters.functional.statistic import compute_dtype
 from normmatters.optim._common import (
     Group,
     Members,
@@ -30,11 +31,11 @@ from normmatters.optim._common import (
     host_known,
     host_value,
     loading,
+    loss_of,
     members,
     sgd_,
     take_numbers,
 )
-from normmatters.optim._rows import _work_dtype
 from normmatters.optim._turning import check_angle, check_turnable, first_norms
 from normmatters.optim._wrapper import OptimizerWrapper
 from normmatters.optim.equilibrium import filter_sums
@@ -150,10 +151,7 @@ class AngularSGD(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Take one step. ``closure``, if given, reevaluates the model and returns the loss, which is returned."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         # Everything that can be refused is refused first, before a parameter changes.
         found = [members(self, index) for index in range(len(self.param_groups))]
         new: dict[Tensor, Tensor] = {}
@@ -274,10 +272,7 @@ class Angular(OptimizerWrapper):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Take one step. ``closure``, if given, reevaluates the model once and returns the loss, which is returned."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         angular = [(i, group) for i, group in enumerate(self.param_groups) if group["angular"]]
         params: dict[int, list[Tensor]] = {}
         new: dict[Tensor, Tensor] = {}
@@ -333,7 +328,7 @@ class Angular(OptimizerWrapper):
 
 def _norms_of(p: Tensor, saved: Tensor) -> Tensor:
     """Loaded norms where ``p`` is, in the dtype that they are measured in."""
-    return saved.detach().to(p.device, _work_dtype(p), copy=True)
+    return saved.detach().to(p.device, compute_dtype(p.dtype), copy=True)
 
 
 def _turning_rate(optimizer: Optimizer, group: Group) -> float | None:

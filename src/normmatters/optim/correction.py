@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from normmatters.optim._common import is_capturing
+from normmatters.optim._common import is_capturing, loss_of
 from normmatters.optim._rows import Channels, Named, TestedChannels
 from normmatters.optim._wrapper import OptimizerWrapper
 from normmatters.optim.multi_tensor import ChannelMeter, ChannelScaler
@@ -84,7 +84,7 @@ class StepSizeCorrection(OptimizerWrapper):
         channels = recording.match(optimizer, parameters)
         channels.check_no_weight_decay(optimizer)
         rows = recording.rows_by_step(form)[:-1]
-        channels.check_nonzero(channels.norms_(channels.new_row()), "the norm")
+        channels.check_nonzero(channels.norms(), "the norm")
         if not len(rows):
             raise ValueError("the recording is empty: it holds no step")
         table = 1 / recording.table(channels)
@@ -133,10 +133,7 @@ class StepSizeCorrection(OptimizerWrapper):
         """
         if self._taken >= len(self._rows) and not is_capturing():
             raise ValueError(f"the recording holds {len(self._rows)} steps, all of them were taken")
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         if not self._checked and not is_capturing():
             self._check_invariance()
         row = self._rows[self._step.clamp(max=len(self._rows) - 1)]

@@ -7,8 +7,6 @@ for all weights on a GPU whose channels are rows.
 from __future__ import annotations
 
 import abc
-import contextlib
-import importlib.util
 from itertools import chain
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -16,10 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from normmatters.optim._rows import Channels, _reduced, _work_dtype, channel_norms, half_angle_tangent
+from normmatters.functional.statistic import compute_dtype
+from normmatters.kernels.backends import TRITON_MISSING
+from normmatters.kernels.library import on_device
+from normmatters.optim._rows import Channels, _reduced, channel_norms, half_angle_tangent
 
-_HAS_TRITON = importlib.util.find_spec("triton") is not None
-_LAUNCH_ON = ("cuda",)  # devices whose weights go to the kernels, where Triton is installed
+_LAUNCH_ON = () if TRITON_MISSING else ("cuda",)  # devices whose weights go to the kernels
 _ROW_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _LONGEST_ROW = 2**16  # one program goes along a whole row; a longer one is better off with many
 _DTYPE, _SHAPE = attrgetter("dtype"), attrgetter("shape")
@@ -45,7 +45,7 @@ def rotate_channel_(
     >>> w
     tensor([[ 0.8660, -0.5000]])
     """
-    dims, dtype = _reduced(weight.ndim, dim), _work_dtype(weight)
+    dims, dtype = _reduced(weight.ndim, dim), compute_dtype(weight.dtype)
     w, d = weight.to(dtype), direction.to(dtype)
     shape = [1] * weight.ndim
     if dim is not None:
@@ -129,7 +129,7 @@ class ChannelTurner:
         decay, sign = (0.0, 1.0) if momentum is None else momentum[:2]
         for members, plan in self._launches:
             chosen = ([xs[i] for i in members] for xs in (*lists, norms))
-            with _current(weights[members[0]].device):
+            with on_device(weights[members[0]].device):
                 plan(*chosen, angle, decay, sign)
 
     def _plan(
@@ -187,7 +187,7 @@ class _ByRows(abc.ABC):
         if self._plain:
             self._plainly(self._plain)
         if self._launches:
-            with _current(self.row.device):
+            with on_device(self.row.device):
                 for launch in self._launches:
                     launch()
 
@@ -298,14 +298,10 @@ class ChannelScaler(_ByRows):
         torch._foreach_mul_([self._channels.weights[i] for i in members], [ratios[i] for i in members])
 
 
-def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-
-
 def _is_rows(weight: Tensor, *dtypes: torch.dtype) -> bool:
     """Whether it is a whole tensor of one of these dtypes in a place where the kernels run."""
     whole = not hasattr(weight, "full_tensor")  # no shard of a DTensor
-    return _HAS_TRITON and weight.device.type in _LAUNCH_ON and weight.dtype in dtypes and whole
+    return weight.device.type in _LAUNCH_ON and weight.dtype in dtypes and whole
 
 
 def _one_layout(weight: Tensor, *others: Tensor) -> bool:

@@ -88,7 +88,7 @@ class NormSchedule(LRScheduler):
         else:
             raise TypeError(f"source must be a Recording or a function of an optimizer, got {type(source).__name__}")
         channels.check_no_weight_decay(optimizer)
-        channels.check_nonzero(channels.norms_(channels.new_row()), "the norm")
+        channels.check_nonzero(channels.norms(), "the norm")
         self._channels, self._groups = channels, channels.groups(optimizer)
         self._others = others
         if others == "scheduled":
@@ -143,7 +143,7 @@ class NormSchedule(LRScheduler):
         for tensor, factor in changes:
             tensor.mul_(factor)
         if target is not None:
-            row = target / channels.norms_(channels.new_row())
+            row = target / channels.norms()
             torch._foreach_mul_([w.detach() for w in channels.weights], channels.broadcast(row))
 
     def get_lr(self) -> list[float | Tensor]:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from normmatters._table import aligned
 from normmatters.optim._common import check_number
 from normmatters.optim.equilibrium import equilibrium_angle, filter_sums, steps_to_equilibrium
 from normmatters.optim.weight_decay_free import largest_decay
@@ -166,6 +167,4 @@ def render(rows: Iterable[Row]) -> str:
     angle  0.1  a step
     norm   2    of w
     """
-    table = [(row.quantity, row.value, row.meaning) for row in rows]
-    widths = [max((len(line[i]) for line in table), default=0) for i in range(2)]
-    return "\n".join(f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in table)
+    return aligned([(row.quantity, row.value, row.meaning) for row in rows])

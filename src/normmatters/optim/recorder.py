@@ -285,7 +285,7 @@ class NormRecorder:
         if len(state["rows"]):
             self._meter.start()
             self._meter.row.copy_(state["rows"][-1])
-            self._setting.copy_(state.get("setting", state["settings"][-1]))  # older states have only rows
+            self._setting.copy_(state["setting"])
         for previous, saved in zip(self._meter.previous, state["previous"]):
             previous.copy_(saved)
         self._steps, self._row_steps = state["steps"], list(state["row_steps"])

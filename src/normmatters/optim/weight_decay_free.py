@@ -24,16 +24,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from normmatters.optim._common import Group, Members, check_number, host_known, host_value, sgd_
-from normmatters.optim._decay_free import WeightDecayFree, rescale_factor
-
-Scalar = TypeVar("Scalar", float, Tensor)
+from normmatters.optim._common import Group, Members, check_number, host_known, host_value, loss_of, sgd_
+from normmatters.optim._decay_free import Scalar, WeightDecayFree, learning_rate, rescale_factor
 
 
 def largest_decay(momentum: float, nesterov: bool = False) -> float:
@@ -149,7 +147,7 @@ class WeightDecayFreeSGD(WeightDecayFree):
         """η_t α_t α_{t+1}, of the step to come."""
         group, state = self.param_groups[index], self.state.get(weight, {})
         self._check_group(index, group)
-        lr = group["lr"].double() if isinstance(group["lr"], Tensor) else group["lr"]
+        lr = learning_rate(group)
         settings = lr, group["weight_decay"], group["momentum"], group["nesterov"]
         alpha = state.get("alpha", 1.0)
         return lr * alpha * next_alpha_kappa(alpha, state.get("kappa", 0.0), *settings)[0]  # type: ignore[no-any-return]
@@ -157,10 +155,7 @@ class WeightDecayFreeSGD(WeightDecayFree):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Take one step. ``closure``, if given, reevaluates the model and returns the loss, which is returned."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         plain, cohorts = self._gather()
         # α of every group first: if a schedule is refused, no weight has moved yet.
         plans = [(group, cohort, self._next(group, cohort)) for group, cohort in cohorts]
@@ -184,7 +179,7 @@ class WeightDecayFreeSGD(WeightDecayFree):
 
     def _next(self, group: Group, cohort: Members) -> tuple[Any, Any, Any]:
         """(η_t, α_{t+1}, κ_{t+1}) of a cohort: Python floats, or 0-dim float64 tensors when capturable."""
-        lr = group["lr"].double() if isinstance(group["lr"], Tensor) else group["lr"]
+        lr = learning_rate(group)
         if not group["capturable"]:
             lr = host_value(lr)
         alpha, kappa = cohort.states[0]["alpha"], cohort.states[0]["kappa"]

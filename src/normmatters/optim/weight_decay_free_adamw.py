@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
-from normmatters.optim._common import Group, Members, check_number, host_known, host_value
-from normmatters.optim._decay_free import WeightDecayFree, rescale_factor
+from normmatters.optim._common import Group, Members, check_number, host_known, host_value, loss_of
+from normmatters.optim._decay_free import WeightDecayFree, learning_rate, rescale_factor
 
 
 class WeightDecayFreeAdamW(WeightDecayFree):
@@ -93,24 +93,21 @@ class WeightDecayFreeAdamW(WeightDecayFree):
         """η_t α_{t+1}, of the step to come."""
         group = self.param_groups[index]
         self._check_group(index, group)
-        lr = group["lr"].double() if isinstance(group["lr"], Tensor) else group["lr"]
+        lr = learning_rate(group)
         alpha = self.state.get(weight, {}).get("alpha", 1.0)
         return lr * alpha / (1 - lr * group["weight_decay"])  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Take one step. ``closure``, if given, reevaluates the model and returns the loss, which is returned."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         plain, cohorts = self._gather()
         for group, found in plain:
             plain_lr = group["lr"] if group["capturable"] else host_value(group["lr"])
             self._adamw(group, found, plain_lr, group["weight_decay"])
         for group, cohort in cohorts:
             params, grads, (state, *_) = cohort
-            lr = group["lr"].double() if isinstance(group["lr"], Tensor) else group["lr"]  # in float32 1 − ηλ is rough
+            lr = learning_rate(group)
             lr, alpha = lr if group["capturable"] else host_value(lr), state["alpha"]
             new_alpha = alpha / (1 - lr * group["weight_decay"])
             scale, step_size = alpha, lr * new_alpha

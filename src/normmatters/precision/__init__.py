@@ -34,10 +34,9 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -136,15 +135,10 @@ def _format(name: str, value: str | torch.dtype, allowed: dict[str, torch.dtype]
 
 # --- The three normalizations, with the signatures of `functional` ---
 
-_F = TypeVar("_F", bound=Callable[..., Any])
+# None is compiled: a graph would drop the round trips through fp16, which are the point here.
 
 
-def _eager(function: _F) -> _F:
-    # A compiled graph would drop the round trips through fp16, which are the point here.
-    return _disable_dynamo(function)  # type: ignore[return-value]
-
-
-@_eager
+@_disable_dynamo
 def batch_norm(
     input: Tensor,
     running_mean: Tensor | None = None,
@@ -214,7 +208,7 @@ def batch_norm(
     return y.contiguous(memory_format=memory_format(input))
 
 
-@_eager
+@_disable_dynamo
 def layer_norm(
     input: Tensor,
     normalized_shape: Sequence[int],
@@ -237,7 +231,7 @@ def layer_norm(
     return _layer_norm(input, normalized_shape, weight, bias, eps, p, k, constant, center=True)
 
 
-@_eager
+@_disable_dynamo
 def rms_norm(
     input: Tensor,
     normalized_shape: Sequence[int],

@@ -9,7 +9,7 @@ from torch.nn.utils import parametrize
 
 from normmatters.functional.weight import check_norm, check_rho
 from normmatters.weight_norm.fused import fuse
-from normmatters.weight_norm.register import bounded_weight_norm, classic_weight_norm
+from normmatters.weight_norm.register import bounded_weight_norm, classic_weight_norm, joined
 
 __all__ = ["WeightNormReport", "apply_weight_norm"]
 
@@ -47,7 +47,7 @@ class _Candidate:
     dim: int
 
     def __str__(self) -> str:
-        return f"{self.path}.{self.name}" if self.path else self.name
+        return joined(self.path, self.name)
 
 
 def apply_weight_norm(
@@ -166,7 +166,7 @@ def _not_torn_from_shared(
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                user = (f"{path}.{name}" if path else name, picked.get((id(module), name)))
+                user = (joined(path, name), picked.get((id(module), name)))
                 users.setdefault(id(parameter), []).append(user)
     kept = []
     for candidate in chosen:

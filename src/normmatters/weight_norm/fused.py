@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
@@ -12,14 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from normmatters.functional.hand_derived import plain_only
+from normmatters.kernels.backends import TRITON_MISSING
+from normmatters.kernels.library import needs_operators
 from normmatters.weight_norm.parametrizations import BoundedWeight
 from normmatters.weight_norm.parametrized import WEIGHT_LAYERS, own_parametrization
 
 __all__ = ["fuse", "unfuse"]
 
 M = TypeVar("M", bound=nn.Module)
-
-_KERNELS = importlib.util.find_spec("triton") is not None and os.environ.get("NORMMATTERS_KERNELS", "1") != "0"
 
 _DEVICE, _DTYPE, _SHAPE = attrgetter("device"), attrgetter("dtype"), attrgetter("shape")
 
@@ -137,7 +135,10 @@ class _Fusion:
         self.__init__(state["layers"])  # type: ignore[misc]
 
     def before(self, model: nn.Module, args: Any) -> None:
-        if not _KERNELS or _plain_only(model):
+        # Function transforms hand over tensors without memory; compilers and dispatch modes must see operators (and
+        # hooks of the outermost module are compiled apart from its forward: every weight would leave one graph and
+        # enter another). Replicas of DataParallel share this object.
+        if TRITON_MISSING or needs_operators() or plain_only() or getattr(model, "_is_replica", False):
             return
         from normmatters.kernels.weight_norm_ops import Together
 
@@ -162,7 +163,8 @@ class _Fusion:
             ]
             self._signature = signature
         for members, together in self._calls:
-            self._put(members, together([v[i] for i in members], [rho[i] for i in members]))
+            for i, weight in zip(members, together([v[i] for i in members], [rho[i] for i in members])):
+                self.layers[i].norm.ready.put(weight)
 
     def after(self, model: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
@@ -188,27 +190,9 @@ class _Fusion:
                 groups.setdefault(group, []).append(i)
         return groups
 
-    def _put(self, members: list[int], weights: Sequence[Tensor]) -> None:
-        for i, weight in zip(members, weights):
-            self.layers[i].norm.ready.put(weight)
-
 
 def _dtype_for(v: Tensor, low_precision: bool) -> torch.dtype:
     device = v.device.type
     if low_precision and v.dtype != torch.float64 and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return v.dtype
-
-
-def _plain_only(model: nn.Module) -> bool:
-    """Whether something is going on that a kernel on addresses cannot take part in."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined]
-        # The compiler fuses the equation with the casts itself. Hooks of the outermost module are compiled apart from
-        # its forward, so that every weight would leave one graph and enter another. What is exported is to run
-        # without this library.
-        return True
-    # A dispatch mode must see operators. Replicas of DataParallel share this object; function transforms hand over
-    # tensors without memory.
-    if torch._C._len_torch_dispatch_stack() > 0 or torch._C._are_functorch_transforms_active():
-        return True
-    return getattr(model, "_is_replica", False)

@@ -107,11 +107,11 @@ def remove_weight_norm(module: M) -> M:
                 continue
             norm = own_parametrization(owner, name)
             if norm is None:
-                raise ValueError(f"other parametrizations share {_join(path, name)} with its weight norm; remove them")
+                raise ValueError(f"other parametrizations share {joined(path, name)} with its weight norm; remove them")
             if isinstance(norm, BoundedWeight) and "original" not in stack._parameters:
                 raise ValueError(
-                    f"{_join(path, name)} is computed from no parameter, so none would be left: make pruning permanent "
-                    "first (prune.remove), or take off the wrapper that keeps the parameters"
+                    f"{joined(path, name)} is computed from no parameter, so none would be left: make pruning "
+                    "permanent first (prune.remove), or take off the wrapper that keeps the parameters"
                 )
             found.append((owner, name))
     if not found:
@@ -177,5 +177,6 @@ def _check_no_zero_slice(module: nn.Module, v: Tensor, dim: int | None) -> None:
         raise ValueError(f"{where} of {type(module).__name__} is zero everywhere: it has no direction to normalize")
 
 
-def _join(path: str, name: str) -> str:
+def joined(path: str, name: str) -> str:
+    """The name of a module's parameter in the model."""
     return f"{path}.{name}" if path else name

@@ -27,7 +27,6 @@ from normmatters.kernels.triton.layer_norm_tiling import (
     tiling_of,
 )
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_FEATURES = 16384  # the longest row that 1024 threads hold in registers
 MAX_ROWS = 2**29  # four numbers a row, with 32-bit offsets
 FINISH = 128  # partial sums that parameters_kernel adds at a time: one wait for memory each

@@ -97,17 +97,14 @@ def load_data(
             tensors = _shared(folders.load_arrays, (folder, config.image_size), device)
             return _resident(config, *tensors, classes, _IMAGENET, seed, device, shard)
     kind = _kind(config, _IMAGENET[2])
-    decoded = isinstance(train, folders.FolderSource)
     shape = Augmentation(kind, _margin(train.size), train.size, min_scale)
-    if decoded and kind not in ("none", "resized_crop"):
-        decoded = False  # pad-crop-flip of the centre crop, on the device
+    # Files are cropped while they are decoded; all else is done to the centre crop, on the device.
+    crop_on_read = isinstance(train, folders.FolderSource) and kind == "resized_crop"
     sources = [
         source if size is None else images.Subset(source, size)
         for source, size in ((train, config.train_size), (val, config.val_size))
     ]
-    loader = StreamLoader(
-        sources[0], config.batch_size, shape, seed, shard, device, crop_on_read=decoded and kind == "resized_crop"
-    )
+    loader = StreamLoader(sources[0], config.batch_size, shape, seed, shard, device, crop_on_read=crop_on_read)
     evaluation = EvalLoader(sources[1], config.eval_batch_size, shard, device)
     return ImageData(loader, evaluation, classes, train.channels, train.size, _IMAGENET[0], _IMAGENET[1])
 

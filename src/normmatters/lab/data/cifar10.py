@@ -6,11 +6,12 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import shutil
 import tarfile
 import tempfile
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -67,7 +68,7 @@ def find(data_dir: Path) -> Path | None:
     return None
 
 
-def prepare(data_dir: Path, *, url: str = URL, progress: Callable[[int, int], None] | None = None) -> Path:
+def prepare(data_dir: Path, *, url: str = URL) -> Path:
     """Make sure that ``data_dir`` holds the files: those there, else the archive there, else the download.
 
     Nothing half written is left: files arrive under temporary names and are renamed once they are checked. Of runs
@@ -84,7 +85,7 @@ def prepare(data_dir: Path, *, url: str = URL, progress: Callable[[int, int], No
             return found
         archive = data_dir / ARCHIVE
         if not archive.is_file():
-            _download(url, archive, progress)
+            _download(url, archive)
         return _unpack(archive, data_dir)
 
 
@@ -104,17 +105,12 @@ def _md5(path: Path) -> str:
         return hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
 
 
-def _download(url: str, target: Path, progress: Callable[[int, int], None] | None) -> None:
+def _download(url: str, target: Path) -> None:
     descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=".download-")
     partial = Path(name)
     try:
         with os.fdopen(descriptor, "wb") as file, urllib.request.urlopen(url, timeout=30) as response:
-            total, done = int(response.headers.get("Content-Length") or 0), 0
-            while block := response.read(1 << 20):
-                file.write(block)
-                done += len(block)
-                if progress is not None:
-                    progress(done, total)
+            shutil.copyfileobj(response, file)
         if (got := _md5(partial)) != ARCHIVE_MD5:
             raise ValueError(f"CIFAR-10: what {url} sent has md5 {got}, expected {ARCHIVE_MD5}; nothing was kept")
         partial.replace(target)

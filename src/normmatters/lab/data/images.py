@@ -108,6 +108,18 @@ class TrainLoader(abc.ABC):
     @abc.abstractmethod
     def epoch(self, epoch: int) -> Iterator[tuple[Tensor, Tensor]]: ...
 
+    def _draw(self, epoch: int) -> tuple[Tensor, Tensor]:
+        """Which images, (steps, n), and their random numbers, (steps, n, 5).
+
+        Every process draws the whole epoch and keeps its rows: the global batch does not depend on their number.
+        """
+        plan, mine = EpochPlan.draw(self.count, self.seed, epoch), self.shard.slice(self.batch_size)
+        used = self.steps * self.batch_size
+        return (
+            plan.order[:used].view(self.steps, -1)[:, mine],
+            plan.u[:used].view(self.steps, self.batch_size, -1)[:, mine],
+        )
+
 
 class ResidentLoader(TrainLoader):
     """All images on the device as uint8; augmented there, many batches by one gather."""
@@ -119,12 +131,7 @@ class ResidentLoader(TrainLoader):
         self.images, self.labels, self.augmentation = augmentation.prepare(images), labels, augmentation
 
     def epoch(self, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
-        plan = EpochPlan.draw(self.count, self.seed, epoch)
-        used = self.steps * self.batch_size
-        mine = self.shard.slice(self.batch_size)
-        # every process draws the whole epoch and keeps its rows: the global batch does not depend on their number
-        order = plan.order[:used].view(self.steps, -1)[:, mine].to(self.images.device)
-        u = plan.u[:used].view(self.steps, self.batch_size, -1)[:, mine].to(self.images.device)
+        order, u = (t.to(self.images.device) for t in self._draw(epoch))
         together = max(1, CHUNK_BYTES // (self.batch_size * self.images[0].numel()))
         for start in range(0, self.steps, together):
             index = order[start : start + together]
@@ -153,11 +160,7 @@ class StreamLoader(TrainLoader):
         self.source, self.augmentation, self.device, self.crop_on_read = source, augmentation, device, crop_on_read
 
     def epoch(self, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
-        plan = EpochPlan.draw(self.count, self.seed, epoch)
-        used = self.steps * self.batch_size
-        mine = self.shard.slice(self.batch_size)
-        order = plan.order[:used].view(self.steps, -1)[:, mine]
-        u = plan.u[:used].view(self.steps, self.batch_size, -1)[:, mine]
+        order, u = self._draw(epoch)
 
         def read(step: int) -> tuple[Tensor, Tensor, Tensor]:
             crops = u[step].numpy() if self.crop_on_read else None
@@ -171,14 +174,14 @@ class StreamLoader(TrainLoader):
             if not self.crop_on_read:
                 every = torch.arange(len(x), device=self.device)
                 x = self.augmentation.apply(self.augmentation.prepare(x), every, numbers)
-            elif self.augmentation.kind == "resized_crop":
+            else:
                 x = torch.where((numbers[:, 2] < 0.5)[:, None, None, None], x.flip(2), x)
             yield x.permute(0, 3, 1, 2), labels.to(self.device, non_blocking=True)
 
 
-def prefetch(read, steps: int, *, depth: int = 4, pin: bool = False):  # type: ignore[no-untyped-def]
-    """``read(0) … read(steps − 1)`` in order, ``depth`` ahead, in one thread; its errors are raised here."""
-    ready: queue.Queue[object] = queue.Queue(maxsize=depth)
+def prefetch(read, steps: int, *, pin: bool = False):  # type: ignore[no-untyped-def]
+    """``read(0) … read(steps − 1)`` in order, a few ahead, in one thread; its errors are raised here."""
+    ready: queue.Queue[object] = queue.Queue(maxsize=4)
     stop = threading.Event()
 
     def put(item: object) -> bool:

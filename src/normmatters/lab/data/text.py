@@ -98,9 +98,9 @@ class _Sentences:
         self.starts = torch.from_numpy(ends - self.lengths).to(device)
         self.device_lengths = torch.from_numpy(self.lengths).to(device)
 
-    def gather(self, rows: Tensor, width: int, skip: int = 0) -> Tensor:
-        """(n, width) int64: each row's tokens from its ``skip``-th on, then PAD."""
-        position = torch.arange(skip, skip + width, device=rows.device)
+    def gather(self, rows: Tensor, width: int) -> Tensor:
+        """(n, width) int64: each row's tokens, then PAD."""
+        position = torch.arange(width, device=rows.device)
         inside = position < self.device_lengths[rows, None]
         index = (self.starts[rows, None] + position).clamp_(max=len(self.flat) - 1)
         return self.flat[index].long().masked_fill_(~inside, PAD)  # torch.where would send PAD over, and wait for it
@@ -187,7 +187,7 @@ class TextLoader:
 
 
 def _numbers(config: DataConfig, split: str) -> Pairs:
-    every = numerals.splits(train=8000, val=1000, test=1000)
+    every = numerals.splits(8000, 1000, 1000)
     if split not in every:
         raise ValueError(f"the embedded numbers have splits {', '.join(every)}; got {split!r}")
     side = dict(zip(("en", "de"), every[split]))

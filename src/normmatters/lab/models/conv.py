@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from normmatters.kernels import backends
-from normmatters.kernels.library import on_device
+from normmatters.kernels.library import needs_operators, on_device
 
 _CHANNELS = (16, 32, 64)
 _LARGEST = 1 << 21  # elements of an input: a CIFAR network's first stage at 128 images. A library's kernels like more.
@@ -42,8 +42,7 @@ def _why_not(x: Tensor, weight: Tensor) -> bool:
     return (
         x.numel() > _LARGEST
         or bool(backends.why_not_triton(x))
-        or torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
+        or needs_operators()
         or not x.is_contiguous(memory_format=torch.channels_last)
         or x.shape[1] != weight.shape[1]
         or x.device != weight.device

@@ -108,11 +108,10 @@ class Run:
         data = self.config["data"]
         if _own_images(data):
             return None
-        trained = min(data.get("train_size") or 1437, 1437)
-        whole = {"digits": 1797 - trained, "cifar10": 10_000, "tiny_imagenet": 10_000}
-        whole["imagefolder"] = 50_000
+        trained = min(data["train_size"] or 1437, 1437)
+        whole = {"digits": 1797 - trained, "cifar10": 10_000, "tiny_imagenet": 10_000, "imagefolder": 50_000}
         size = whole.get(data["name"])
-        return size if size is None else min(size, data.get("val_size") or size)
+        return size if size is None else min(size, data["val_size"] or size)
 
     def last(self, metric: Metric) -> float | None:
         values = [v for row in self.metrics if (v := metric.of(row)) is not None]
@@ -153,6 +152,19 @@ class Result:
         sd = statistics.stdev(values) if len(values) > 1 else None
         mean = statistics.fmean(values)
         return Number(mean, sd, len(values), self._standard_error(name, mean, sd, len(values)))
+
+    def text(self, name: str) -> str:
+        """:meth:`final` for a table."""
+        metric, number = METRICS[name], self.final(name)
+        if self.diverged:
+            return "diverged"
+        return "–" if number is None else number.text(metric.digits, metric.unit or metric.label)
+
+    @property
+    def paper_text(self) -> str:
+        """The paper's number for a table, or what it says instead."""
+        paper, metric = self.cell.paper, METRICS[self.cell.paper.metric]
+        return paper.note or "–" if paper.value is None else f"{paper.value:g} {metric.unit or metric.label}"
 
     def _standard_error(self, name: str, mean: float, sd: float | None, n: int) -> float | None:
         """Over seeds where there are three or more; else, for a share of images, that of a sample of their number."""
@@ -308,7 +320,7 @@ _MODELS = {
 
 def _own_images(data: dict[str, Any]) -> str:
     """The name of a folder of images of the user's own; empty for ImageNet and all other sets."""
-    folder = Path(data.get("dir") or "imagenet").name
+    folder = Path(data["dir"] or "imagenet").name
     return folder if data["name"] == "imagefolder" and folder != "imagenet" else ""
 
 
@@ -317,26 +329,25 @@ def describe(config: dict[str, Any]) -> dict[str, str]:
     data, model, optim = config["data"], config["model"], config["optim"]
     name = _own_images(data) or data["name"]
     if data["name"] == "text":
-        folder = str(data.get("dir") or "parallel text").rpartition("/")[2]
+        folder = str(data["dir"] or "parallel text").rpartition("/")[2]
         name = {"wmt14": "WMT14", "multi30k": "Multi30k"}.get(folder, folder) + f" {data['source']}-{data['target']}"
     network = str(model["name"])
     network = _MODELS.get(network, network.replace("resnet", "ResNet-"))
-    sizes = {"width": model.get("width", 1.0), "layers": model.get("layers"), "d_model": model.get("d_model")}
+    sizes = {key: model[key] for key in ("width", "layers", "d_model")}
     extra = [f"{k} {v:g}" for k, v in sizes.items() if v is not None and (k, v) != ("width", 1.0)]
-    text = data["name"] in ("text", "numbers")
     milestones = ", ".join(f"{m:g}" for m in optim["milestones"])
     drops = f", ÷{1 / optim['gamma']:g} at {milestones}" if milestones and optim["schedule"] == "step" else ""
-    precision = config.get("precision", {})
+    amp = config["precision"]["amp"]
     return {
         "data": _DATA.get(name, name),
-        "training examples": f"{data['train_size']}" if data.get("train_size") else "all",
+        "training examples": f"{data['train_size'] or 'all'}",
         "network": network + (f" ({', '.join(extra)})" if extra else ""),
-        "batch": f"{data['tokens']} tokens" if text else f"{data['batch_size']}",
+        "batch": f"{data['tokens']} tokens" if data["name"] in _config.TEXT else f"{data['batch_size']}",
         "epochs": f"{optim['epochs']}",
         "optimizer": f"{optim['name'].upper() if optim['name'] == 'sgd' else optim['name'].capitalize()}",
         "learning rate": f"{optim['lr']:g}{drops}",
         "weight decay": f"{optim['weight_decay']:g}",
-        "precision": {"none": "fp32"}.get(precision.get("amp", "none"), f"{precision.get('amp')} autocast"),
+        "precision": "fp32" if amp == "none" else f"{amp} autocast",
     }
 
 

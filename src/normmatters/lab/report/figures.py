@@ -39,7 +39,10 @@ class Chart:
     series: tuple[Series, ...]
     log: bool = False
     unit: str = ""
-    x_label: str = "epoch"
+
+    @property
+    def axis(self) -> str:
+        return self.y_label + (f" ({self.unit})" if self.unit else "")
 
     @property
     def drawable(self) -> bool:
@@ -102,12 +105,9 @@ def svg(chart: Chart, *, standalone: bool = False, id: str = "chart") -> str:
             parts.append(f'<path class="axis" d="M{fx(tick)} {_HEIGHT - _BOTTOM}v4"/>')
             parts.append(f'<text x="{fx(tick)}" y="{_HEIGHT - _BOTTOM + 17}" text-anchor="middle">{tick:g}</text>')
     parts.append(f'<path class="axis" d="M{_LEFT} {_HEIGHT - _BOTTOM}H{_WIDTH - _RIGHT}"/>')
-    label = chart.y_label + (f" ({chart.unit})" if chart.unit else "")
-    parts.append(f'<text x="{_LEFT + width / 2}" y="{_HEIGHT - 5}" text-anchor="middle">{escape(chart.x_label)}</text>')
-    middle = _TOP + height / 2
-    parts.append(
-        f'<text transform="rotate(-90 11 {middle})" x="11" y="{middle}" text-anchor="middle">{escape(label)}</text>'
-    )
+    parts.append(f'<text x="{_LEFT + width / 2}" y="{_HEIGHT - 5}" text-anchor="middle">epoch</text>')
+    middle, label = _TOP + height / 2, escape(chart.axis)
+    parts.append(f'<text transform="rotate(-90 11 {middle})" x="11" y="{middle}" text-anchor="middle">{label}</text>')
     clip = f"clip-{id}"
     parts.append(
         f'<clipPath id="{clip}"><rect x="{_LEFT}" y="{_TOP}" width="{width + 4}" height="{height}"/></clipPath>'
@@ -116,7 +116,7 @@ def svg(chart: Chart, *, standalone: bool = False, id: str = "chart") -> str:
     for s in chart.series:
         if not s.points:
             continue
-        color, dash = f"var(--s{s.slot % 6})", DASHES[s.slot % 6]
+        color = f"var(--s{s.slot % 6})"
         parts.append(f'<g class="series" data-slot="{s.slot}"><title>{escape(s.label)}</title>')
         if any(hi > lo for _, _, lo, hi in s.points):
             edge = [f"{fx(x)},{fy(hi)}" for x, _, _, hi in s.points] + [
@@ -124,13 +124,12 @@ def svg(chart: Chart, *, standalone: bool = False, id: str = "chart") -> str:
             ]
             parts.append(f'<polygon points="{" ".join(edge)}" style="fill:{color};opacity:.14"/>')
         line = " ".join(f"{fx(x)},{fy(mean)}" for x, mean, _, _ in s.points)
-        dashes = f' stroke-dasharray="{dash}"' if dash else ""
-        parts.append(f'<polyline points="{line}"{dashes} style="stroke:{color}"/>')
+        parts.append(f'<polyline points="{line}"{_stroke(s.slot)}/>')
         x, mean, *_ = s.points[-1]
         parts.append(f'<circle cx="{fx(x)}" cy="{fy(mean)}" r="2.6" style="fill:{color}"/></g>')
     parts.append("</g>")
     summary = "; ".join(f"{s.label} ends at {_number(s.points[-1][1])}" for s in chart.series if s.points)
-    aria = f'role="img" aria-label="{escape(f"{chart.title}, {label} by {chart.x_label}: {summary}", quote=True)}"'
+    aria = f'role="img" aria-label="{escape(f"{chart.title}, {chart.axis} by epoch: {summary}", quote=True)}"'
     if standalone:
         rows = _legend_rows(chart.series)
         total = _HEIGHT + 18 * len(rows) + 26
@@ -154,21 +153,19 @@ def svg(chart: Chart, *, standalone: bool = False, id: str = "chart") -> str:
 
 def legend_key(slot: int) -> str:
     """A short piece of the line of ``slot``, for a legend in HTML."""
+    return f'<svg class="key" viewBox="0 0 28 10" aria-hidden="true"><path d="M1 5H27"{_stroke(slot)}/></svg>'
+
+
+def _stroke(slot: int) -> str:
     dash = DASHES[slot % 6]
-    dashes = f' stroke-dasharray="{dash}"' if dash else ""
-    line = f'<path d="M1 5H27"{dashes} style="stroke:var(--s{slot % 6})"/>'
-    return f'<svg class="key" viewBox="0 0 28 10" aria-hidden="true">{line}</svg>'
+    return (f' stroke-dasharray="{dash}"' if dash else "") + f' style="stroke:var(--s{slot % 6})"'
 
 
 def _legend_rows(series: Iterable[Series]) -> list[str]:
     rows = []
     for i, s in enumerate(series):
         y = _HEIGHT + 14 + 18 * i
-        dash = DASHES[s.slot % 6]
-        dashes = f' stroke-dasharray="{dash}"' if dash else ""
-        rows.append(
-            f'<polyline points="{_LEFT},{y - 4} {_LEFT + 28},{y - 4}"{dashes} style="stroke:var(--s{s.slot % 6})"/>'
-        )
+        rows.append(f'<polyline points="{_LEFT},{y - 4} {_LEFT + 28},{y - 4}"{_stroke(s.slot)}/>')
         rows.append(f'<text x="{_LEFT + 36}" y="{y}">{escape(s.label)}</text>')
     return rows
 
@@ -201,7 +198,7 @@ def png(chart: Chart, path: Path) -> None:
         style = (0, tuple(float(d) for d in dash.split())) if dash else "-"
         axes.plot(x, mean, color=LIGHT[s.slot % 6], linestyle=style, linewidth=1.7, label=s.label)
         axes.fill_between(x, low, high, color=LIGHT[s.slot % 6], alpha=0.13, linewidth=0)
-    axes.set(title=chart.title, xlabel=chart.x_label, ylabel=chart.y_label + (f" ({chart.unit})" if chart.unit else ""))
+    axes.set(title=chart.title, xlabel="epoch", ylabel=chart.axis)
     if chart.log:
         axes.set_yscale("log")
     axes.set_ylim(*_y_range(chart))

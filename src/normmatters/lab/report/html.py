@@ -269,22 +269,14 @@ def _sub(text: str) -> str:
 
 
 def _paper(r: Result, with_setting: bool) -> str:
-    paper, metric = r.cell.paper, METRICS[r.cell.paper.metric]
-    value = f"{paper.value:g} {metric.unit or metric.label}" if paper.value is not None else paper.note or "–"
+    paper = r.cell.paper
     note = paper.note if paper.value is not None else ""
     setting = _sub(paper.setting) if with_setting else ""
-    return f'<td class="num" data-name="Paper">{escape(value)}{_sub(note)}{setting}</td>'
+    return f'<td class="num" data-name="Paper">{escape(r.paper_text)}{_sub(note)}{setting}</td>'
 
 
 def _cell(r: Result, name: str, head: str, setting: str = "") -> str:
-    metric, number = METRICS[name], r.final(name)
-    if r.diverged:
-        text = "diverged"
-    elif number is None:
-        text = "–"
-    else:
-        text = number.text(metric.digits, metric.unit or (metric.label if name in ("bleu", "ppl") else ""))
-    return f'<td class="num" data-name="{escape(head)}"><b>{escape(text)}</b>{_sub(setting)}</td>'
+    return f'<td class="num" data-name="{escape(head)}"><b>{escape(r.text(name))}</b>{_sub(setting)}</td>'
 
 
 def _regimes(results: dict[str, Result]) -> str:
@@ -305,12 +297,12 @@ def _regimes(results: dict[str, Result]) -> str:
 
 
 def _special(r: Result) -> dict[str, str]:
-    model, optim, precision = r.config["model"], r.config["optim"], r.config.get("precision", {})
+    model, optim, precision = r.config["model"], r.config["optim"], r.config["precision"]
     found = {"norm": f"{model['norm']}, constant {model['constant']}", "weight norm": str(model["weight_norm"])}
-    if optim.get("mode", "wd_on") != "wd_on":
+    if optim["mode"] != "wd_on":
         found["weight-decay mode"] = str(optim["mode"])
-    if precision.get("arithmetic"):
-        found["batch norm arithmetic"] = f"{precision['arithmetic']}, sums in {precision.get('accumulate') or 'fp32'}"
+    if precision["arithmetic"]:
+        found["batch norm arithmetic"] = f"{precision['arithmetic']}, sums in {precision['accumulate'] or 'fp32'}"
     return found
 
 

@@ -6,15 +6,15 @@ from collections import Counter
 from collections.abc import Sequence
 from urllib.parse import quote
 
-from normmatters.lab.report.collect import METRICS, Collection, Result, describe, differences
+from normmatters.lab.report.collect import Collection, Result, describe, differences
 from normmatters.lab.report.html import charts, experiments_of, facts
 from normmatters.lab.report.judge import Verdict
 
 __all__ = ["markdown"]
 
 
-def markdown(collection: Collection, verdicts: Sequence[Verdict], not_run: str = "", figures: str = "figures") -> str:
-    """The report as Markdown; images are links into the folder ``figures``, ``not_run`` stands below the claims."""
+def markdown(collection: Collection, verdicts: Sequence[Verdict], not_run: str = "") -> str:
+    """The report as Markdown; images are links into ``figures/`` beside it, ``not_run`` stands below the claims."""
     count = Counter(v.verdict for v in verdicts)
     lines = ["# Norm matters, measured", ""]
     lines += [" · ".join(f"{k}: {v}" for k, v in facts(collection).items()), ""]
@@ -34,7 +34,7 @@ def markdown(collection: Collection, verdicts: Sequence[Verdict], not_run: str =
             text = "; ".join(f"{what}: {here} instead of {paper}" for what, here, paper in changed)
             lines += [f"Not the paper's setting. {text}.", ""]
         for i, (panel, _) in enumerate(charts(e, collection)):
-            lines += [f"![{e.title}: {panel.title}]({figures}/{quote(e.name)}-{i}.svg)", ""]
+            lines += [f"![{e.title}: {panel.title}](figures/{quote(e.name)}-{i}.svg)", ""]
         lines += ["| Cell | Paper | Here | Seeds | Data and network |", "|---|---:|---:|---:|---|"]
         lines += [_result(results[name]) for name in e.rows if name in results]
     if collection.unfinished:
@@ -46,12 +46,9 @@ def markdown(collection: Collection, verdicts: Sequence[Verdict], not_run: str =
 
 
 def _result(result: Result) -> str:
-    paper, metric = result.cell.paper, METRICS[result.cell.paper.metric]
-    unit = metric.unit or metric.label
-    number, words = result.final(paper.metric), describe(result.config)
-    here = "diverged" if result.diverged else number.text(metric.digits, unit) if number else "–"
-    value = f"{paper.value:g} {unit}" if paper.value is not None else paper.note or "–"
-    return _row(result.cell.label, value, here, f"{len(result.done)}", f"{words['network']} on {words['data']}")
+    words, here = describe(result.config), result.text(result.cell.paper.metric)
+    setting = f"{words['network']} on {words['data']}"
+    return _row(result.cell.label, result.paper_text, here, f"{len(result.done)}", setting)
 
 
 def _row(*cells: str) -> str:

@@ -1,10 +1,13 @@
-"""Which version of the code made a number."""
+"""What made a number: which version of the code, on which machine."""
 
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 from pathlib import Path
+
+import torch
 
 
 def commit() -> str | None:
@@ -25,3 +28,15 @@ def commit() -> str | None:
         return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def device_name(device: torch.device) -> str:
+    """The model of the GPU, or of the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
