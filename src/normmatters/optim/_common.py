@@ -53,9 +53,14 @@ def check_number(name: str, value: float | Tensor, low: float = 0.0, below: floa
 
 
 def take_numbers(group: Group) -> None:
-    """Make NumPy's numbers Python's. PyTorch takes either for a double; but 1 − ηλ with a float32 is a float32."""
+    """Make NumPy's numbers Python's. PyTorch takes either for a double; but 1 − ηλ with a float32 is a float32.
+
+    A tensor of one element becomes a view without dimensions: what is filled into the user's own is seen here.
+    """
     for name in ("lr", "momentum", "weight_decay", "angle", "eps"):
         value = group.get(name)
+        if isinstance(value, Tensor) and value.ndim and value.numel() == 1:
+            group[name] = value.view(())
         if isinstance(value, Real) and not isinstance(value, int | float):
             group[name] = float(value)
 
@@ -196,7 +201,9 @@ def sgd_(group: Group, group_members: Members, lr: float | Tensor, weight_decay:
             torch._foreach_add_(updates, buffers, alpha=momentum)
         else:
             updates = buffers
-    torch._foreach_sub_(params, torch._foreach_mul(updates, lr.to(params[0].dtype)))
+    if params[0].dtype in (torch.float32, torch.float64):  # where foreach is fast; half precision would round it
+        lr = lr.to(params[0].dtype)
+    torch._foreach_sub_(params, torch._foreach_mul(updates, lr))
 
 
 def is_capturing() -> bool:
