@@ -128,6 +128,8 @@ class Members(NamedTuple):
         if not self.params or self.params[0].device.type not in _FUSED_BY_DEFAULT or not self._of_one_place():
             return False
         lists = [self.params, self.grads, *([self.momentum_buffers()] if group["momentum"] != 0 else [])]
+        if len({*map(_DTYPE, lists[-1])} | {self.params[0].dtype}) > 1:  # the parameters were cast since
+            return False
         if all(all(map(Tensor.is_contiguous, tensors)) for tensors in lists):
             return True
         # The kernel refuses tensors that are not strided alike, or have gaps. A buffer was made without any.
