@@ -92,7 +92,7 @@ def test_a_tensor_of_one_element_may_have_dimensions(
 ) -> None:
     """As in torch.optim. It stays the user's own tensor, which he, or a scheduler, may fill anew; it is recorded."""
     adam = importlib.import_module("torch.optim.adam")
-    monkeypatch.setattr(adam, "_get_capturable_supported_devices", lambda *_: ["cpu"])
+    monkeypatch.setattr(adam, "_get_capturable_supported_devices", lambda **_: ["cpu"])
     options: dict[str, Any] = {} if kind is SGD else {"capturable": capturable}
     options |= {"check_invariance": False} if kind in (WeightDecayFreeSGD, WeightDecayFreeAdamW) else {}
     plain = {AngularSGD: {"angular": False}, SGD: {}}.get(kind, {"weight_decay_free": False})

@@ -315,7 +315,7 @@ def test_capturable_scalars_stay_double_and_shared_after_a_load():
 def test_capturable_may_be_turned_on_and_off_in_mid_run(make, monkeypatch):
     """As after a load, which brings the saved groups' setting; a weight that has no gradient then is left alone."""
     adam = importlib.import_module("torch.optim.adam")
-    monkeypatch.setattr(adam, "_get_capturable_supported_devices", lambda *_: ["cpu"])
+    monkeypatch.setattr(adam, "_get_capturable_supported_devices", lambda **_: ["cpu"])
     options = {"lr": 0.05, "weight_decay": 0.02} | ({"momentum": 0.9} if make is free_sgd else {})
     nets = digit_net(), digit_net()
     for net, captured in zip(nets, ((), (10, 30))):
