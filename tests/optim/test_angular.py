@@ -245,6 +245,19 @@ def test_capturable_reads_the_lr_tensor_at_every_step():
     assert turned(net, optimizer)[0].mean().item() == pytest.approx(equilibrium_angle(0.4, 5e-3, 0.9), rel=1e-6)
 
 
+def test_an_lr_on_the_device_is_not_rounded_to_half_precision():
+    """Nor for the other weights of an ordinary group, where the first is of half precision."""
+    ends = []
+    for kind, options in ((torch.optim.SGD, {}), (AngularSGD, {"angular": False, "capturable": True, "momentum": 0.0})):
+        half, single = nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16)), nn.Parameter(torch.ones(2, 2))
+        half.grad, single.grad = torch.ones_like(half), torch.ones_like(single)
+        group = {"params": [half, single], "lr": torch.tensor(0.1), **options}
+        kind([group], lr=0.1, weight_decay=0.0).step()
+        ends.append((half.detach(), single.detach()))
+    assert torch.equal(ends[0][0], ends[1][0])
+    torch.testing.assert_close(ends[0][1], ends[1][1], rtol=1e-7, atol=0)
+
+
 def test_it_trains():
     net = digit_net(12)
     optimizer = angular_sgd(net, angle=0.02)

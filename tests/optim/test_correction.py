@@ -367,6 +367,24 @@ def test_half_precision_weights(dtype: torch.dtype, strong: tuple[Recording, lis
     torch.testing.assert_close(w.detach().float(), expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_weight_without_a_gradient_stays_to_the_bit(
+    dtype: torch.dtype, strong: tuple[Recording, list[Tensor]]
+) -> None:
+    """To the reference's scale and back was a rounding at every step, by which frozen weights wandered off."""
+    torch.manual_seed(0)
+    frozen, weight = (nn.Parameter(torch.randn(strong[0].shapes[n]).to(dtype)) for n in INVARIANT[:2])
+    before = [frozen.detach().clone(), weight.detach().clone()]
+    sgd = torch.optim.SGD([frozen, weight], lr=0.1, momentum=0.9)
+    optimizer = StepSizeCorrection(sgd, strong[0], dict(zip(INVARIANT, (frozen, weight))), form="exact")
+    optimizer._checked = True
+    for step in range(20):
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        assert torch.equal(frozen, before[0]), step
+    assert not torch.equal(weight, before[1])
+
+
 def test_a_model_that_is_cast_or_moved_afterwards(strong: tuple[Recording, list[Tensor]]) -> None:
     """As with any optimizer of torch. It raised, with the weights left at the reference's scale."""
     ends = []

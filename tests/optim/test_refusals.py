@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,36 @@ def test_a_tensor_stands_for_one_number() -> None:
     assert AngularSGD([weight(2, 2)], lr=torch.tensor(0.1), weight_decay=5e-4).param_groups[0]["lr"] == 0.1
     with pytest.raises(ValueError, match=r"tensor of one element, got shape \(2,\)"):
         AngularSGD([weight(2, 2)], lr=torch.tensor([0.1, 0.2]), weight_decay=5e-4)
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+@pytest.mark.parametrize("kind", [AngularSGD, WeightDecayFreeSGD, WeightDecayFreeAdamW, SGD])
+def test_a_tensor_of_one_element_may_have_dimensions(
+    kind: Any, capturable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in torch.optim. It stays the user's own tensor, which he, or a scheduler, may fill anew; it is recorded."""
+    adam = importlib.import_module("torch.optim.adam")
+    monkeypatch.setattr(adam, "_get_capturable_supported_devices", lambda **_: ["cpu"])
+    options: dict[str, Any] = {} if kind is SGD else {"capturable": capturable}
+    options |= {"check_invariance": False} if kind in (WeightDecayFreeSGD, WeightDecayFreeAdamW) else {}
+    plain = {AngularSGD: {"angular": False}, SGD: {}}.get(kind, {"weight_decay_free": False})
+    ends = []
+    for shape in ((), (1,), (1, 1)):
+        torch.manual_seed(0)
+        weights = [nn.Parameter(torch.randn(3, 4, dtype=torch.float64)) for _ in range(2)]
+        lr = torch.full(shape, 0.05, dtype=torch.float64)
+        optimizer = kind(
+            [{"params": weights[:1]}, {"params": weights[1:], **plain}], lr=lr, weight_decay=0.1, **options
+        )
+        recorder = NormRecorder({"w": weights[0]}, optimizer)
+        for value in (0.05, 0.02):
+            lr.fill_(value)
+            for w in weights:
+                w.grad = torch.randn_like(w)
+            optimizer.step()
+        ends.append(torch.cat([*(w.detach().flatten() for w in weights), recorder.recording().lr.flatten()]))
+    assert torch.equal(ends[0], ends[1])
+    assert torch.equal(ends[0], ends[2])
 
 
 @pytest.mark.parametrize(

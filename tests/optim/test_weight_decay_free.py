@@ -224,6 +224,21 @@ def test_gradients_that_the_fused_kernel_refuses_are_stepped_by_foreach(monkeypa
     torch.testing.assert_close(weight.detach()[0], x - 0.1 * alpha * g, rtol=1e-14, atol=1e-14)
 
 
+@pytest.mark.parametrize("default", [("cuda",), ("cpu",)], ids=["foreach", "as on a GPU"])
+def test_weights_that_are_cast_in_mid_run(default, monkeypatch):
+    """As in torch.optim.SGD, whose buffers stay what they were; the fused kernel does not take them as they are."""
+    monkeypatch.setattr(_common, "_FUSED_BY_DEFAULT", default)
+    ends = []
+    for dtype in (torch.float64, torch.float32):
+        net = digit_net().to(dtype)
+        optimizer = free_sgd(net, lr=0.1, momentum=0.9, weight_decay=5e-3)
+        train(net, optimizer, 3)
+        train(net.double(), optimizer, 3, start=3)
+        ends.append([p.detach() for p in net.parameters()])
+    assert all(p.dtype == torch.float64 for p in ends[1])
+    torch.testing.assert_close(*ends, rtol=1e-4, atol=1e-5)
+
+
 def test_a_state_goes_from_one_implementation_to_another():
     """As after a move from a GPU, where fused is the default, to a CPU: one state, one run."""
     whole = digit_net()
@@ -300,7 +315,7 @@ def test_capturable_scalars_stay_double_and_shared_after_a_load():
 def test_capturable_may_be_turned_on_and_off_in_mid_run(make, monkeypatch):
     """As after a load, which brings the saved groups' setting; a weight that has no gradient then is left alone."""
     adam = importlib.import_module("torch.optim.adam")
-    monkeypatch.setattr(adam, "_get_capturable_supported_devices", lambda *_: ["cpu"])
+    monkeypatch.setattr(adam, "_get_capturable_supported_devices", lambda **_: ["cpu"])
     options = {"lr": 0.05, "weight_decay": 0.02} | ({"momentum": 0.9} if make is free_sgd else {})
     nets = digit_net(), digit_net()
     for net, captured in zip(nets, ((), (10, 30))):

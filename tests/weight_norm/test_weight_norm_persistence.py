@@ -9,6 +9,9 @@ import sys
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.optim.swa_utils import AveragedModel
 
 from normmatters.functional.weight import bounded_weight, slice_norm
@@ -290,3 +293,45 @@ def test_replicas_of_data_parallel(layer, monkeypatch):
     own, of_replica = (torch.autograd.grad(out.square().sum(), parameters) for out in outputs)
     for a, b in zip(own, of_replica):
         torch.testing.assert_close(a, b)
+
+
+@pytest.fixture
+def one_process():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("kind", ["bounded", "classic"])
+@pytest.mark.parametrize("layer", [nn.Linear(4, 5), nn.LSTM(4, 5)], ids=["linear", "lstm"])
+def test_a_layer_that_is_sharded_by_itself(layer, kind):
+    """fully_shard puts a class of its own on top of the parametrized one. Loading raised, and an LSTM's forward."""
+    layer, other = copy.deepcopy(layer), copy.deepcopy(layer)
+    for one in (layer, other):
+        apply_weight_norm(one, kind=kind)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(torch.rand_like(parameter) + 0.5)
+    x = torch.randn(3, 2, 4)
+    expected = other(x)
+    fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
+    set_model_state_dict(layer, other.state_dict(), options=StateDictOptions(full_state_dict=True))
+    torch.testing.assert_close(layer(x), expected)
+    layer.load_state_dict(layer.state_dict())
+    torch.testing.assert_close(layer(x), expected)
+    with pytest.raises(ValueError, match="FSDPParametrized"):
+        remove_weight_norm(nn.Sequential(layer))
+    torch.testing.assert_close(layer(x), expected)
+
+
+def test_a_class_on_top_of_a_parametrized_layer():
+    plain, layer = nn.Linear(4, 5), bounded_weight_norm(nn.Linear(4, 5))
+    layer.__class__ = type("Mine", (type(layer),), {})
+    layer.load_state_dict(plain.state_dict())
+    torch.testing.assert_close(layer.weight, bounded_weight(plain.weight, initial_rho(plain.weight)))
+    for use in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="Mine stands on top of ParametrizedLinear"):
+            use(layer)
+    with pytest.raises(ValueError, match="Mine"):
+        remove_weight_norm(layer)

@@ -63,9 +63,14 @@ def check_number(name: str, value: float | Tensor, below: float = math.inf) -> N
 
 
 def take_numbers(group: Group) -> None:
-    """Make NumPy's numbers Python's. PyTorch takes either for a double; but 1 − ηλ with a float32 is a float32."""
+    """Make NumPy's numbers Python's. PyTorch takes either for a double; but 1 − ηλ with a float32 is a float32.
+
+    A tensor of one element becomes a view without dimensions: what is filled into the user's own is seen here.
+    """
     for name in ("lr", "momentum", "weight_decay", "angle", "eps"):
         value = group.get(name)
+        if isinstance(value, Tensor) and value.ndim and value.numel() == 1:
+            group[name] = value.view(())
         if isinstance(value, Real) and not isinstance(value, int | float):
             group[name] = float(value)
 
@@ -133,6 +138,8 @@ class Members(NamedTuple):
         if not self.params or self.params[0].device.type not in _FUSED_BY_DEFAULT or not self._of_one_place():
             return False
         lists = [self.params, self.grads, *([self.momentum_buffers()] if group["momentum"] != 0 else [])]
+        if len({*map(_DTYPE, lists[-1])} | {self.params[0].dtype}) > 1:  # the parameters were cast since
+            return False
         if all(all(map(Tensor.is_contiguous, tensors)) for tensors in lists):
             return True
         # The kernel refuses tensors that are not strided alike, or have gaps. A buffer was made without any.
@@ -206,7 +213,9 @@ def sgd_(group: Group, group_members: Members, lr: float | Tensor, weight_decay:
             torch._foreach_add_(updates, buffers, alpha=momentum)
         else:
             updates = buffers
-    torch._foreach_sub_(params, torch._foreach_mul(updates, lr.to(params[0].dtype)))
+    if params[0].dtype in (torch.float32, torch.float64):  # where foreach is fast; half precision would round it
+        lr = lr.to(params[0].dtype)
+    torch._foreach_sub_(params, torch._foreach_mul(updates, lr))
 
 
 def is_capturing() -> bool:

@@ -18,6 +18,7 @@ exact for plain SGD; with momentum both are approximations, because the decay te
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
@@ -140,7 +141,7 @@ class StepSizeCorrection(OptimizerWrapper):
         ratio = self._meter.read_().mul_(self._table[row].squeeze(0))
         growth = self._growth[row].squeeze(0)
         torch.mul(ratio, growth, out=self._factor).reciprocal_()
-        self._scaler.scale_()
+        self._scale_weights()
         plain = self._scale_gradients()
         try:
             self.optimizer.step()
@@ -150,10 +151,18 @@ class StepSizeCorrection(OptimizerWrapper):
             torch.mul(ratio, growth, out=self._factor)
             torch.mul(ratio, self._factor, out=self._learning_rate)
             self._factor.mul_((ratio / _FAR).log2_().floor_().clamp_(min=0).neg_().exp2_())
-            self._scaler.scale_()
+            self._scale_weights()
         self._step.add_(1)
         self._taken += 1
         return loss
+
+    def _scale_weights(self) -> None:
+        """By the factors; what has no gradient takes no step, and stays to the bit."""
+        idle = [weight.grad is None for weight in self._channels.weights]
+        if any(idle):
+            for part in itertools.compress(self._factor.split(self._channels.sizes), idle):
+                part.fill_(1.0)
+        self._scaler.scale_()
 
     def _scale_gradients(self) -> list[tuple[Tensor, Tensor]]:
         """Give the optimizer R times the gradients; returns the weights with their own."""

@@ -201,7 +201,7 @@ class NormRecorder:
         """
         if self._written is None or any(isinstance(v, Tensor) for v in values) or values != self._written:
             for place, value in zip(self._setting, values):
-                place.copy_(value) if isinstance(value, Tensor) else place.fill_(value)
+                place.copy_(value.reshape(())) if isinstance(value, Tensor) else place.fill_(value)
             self._written = None if any(isinstance(v, Tensor) for v in values) else values
 
     def _present_settings(self) -> list[float | Tensor]:

@@ -92,15 +92,25 @@ def _parametrizations(module: nn.Module) -> nn.ModuleDict:
     return module.parametrizations
 
 
+def _completed_class(module: nn.Module) -> type:
+    """The class that `complete_class` has completed. Others may stand on top of it, such as `fully_shard`'s."""
+    return next(cls for cls in type(module).__mro__ if vars(cls).get("__reduce_ex__") is _reduce_ex)
+
+
 def _class_before(module: nn.Module) -> Any:
-    return type(module).__bases__[0]
+    return _completed_class(module).__bases__[0]
 
 
 # Pickling and copying -------------------------------------------------------------------------------------------------
 
 
 def _reduce_ex(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
-    base = _class_before(self)
+    cls, base = _completed_class(self), _class_before(self)
+    if cls is not type(self):
+        raise TypeError(
+            f"{type(self).__name__} stands on top of {cls.__name__} and would be lost in a copy: copy the module "
+            "before, or its state_dict"
+        )
     return _rebuild, (base, tuple(_parametrizations(self))), base.__getstate__(self)
 
 

@@ -87,9 +87,9 @@ def remove_weight_norm(module: M) -> M:
     The outputs stay the same. With bounded weight norm the parameter object stays the same too, so optimizers go on.
 
     Raises:
-        ValueError: there is none, or another parametrization was stacked on one, or its parameter is pruned (masked),
-            or shared with a layer whose weight differs, so that no one tensor can stand for both; nothing is then
-            removed.
+        ValueError: there is none, or another parametrization was stacked on one, or a class (``fully_shard``), or its
+            parameter is pruned (masked), or shared with a layer whose weight differs, so that no one tensor can stand
+            for both; nothing is then removed.
 
     Example:
         >>> layer = remove_weight_norm(bounded_weight_norm(nn.Linear(2, 3)))
@@ -108,6 +108,11 @@ def remove_weight_norm(module: M) -> M:
             norm = own_parametrization(owner, name)
             if norm is None:
                 raise ValueError(f"other parametrizations share {joined(path, name)} with its weight norm; remove them")
+            if name not in vars(type(owner)):
+                raise ValueError(
+                    f"{type(owner).__name__} stands on top of the class that computes {joined(path, name)}, as "
+                    "fully_shard's does: remove weight norm before"
+                )
             if isinstance(norm, BoundedWeight) and "original" not in stack._parameters:
                 raise ValueError(
                     f"{joined(path, name)} is computed from no parameter, so none would be left: make pruning "
