@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from normmatters.functional.once import once_differentiable
 from normmatters.kernels.library import LIBRARY, needs_operators, on_device, register, register_gradient
 from normmatters.kernels.triton import layer_norm as kernels
 
@@ -130,23 +131,16 @@ class _LayerNorm(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        # With gradients enabled, as for create_graph=True, the results say that they cannot be differentiated again.
-        return (_gradients_once if torch.is_grad_enabled() else _gradients)(ctx, g)
-
-
-def _gradients(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-    x, weight, stats = ctx.saved_tensors
-    _, need_weight, need_bias, *_ = ctx.needs_input_grad
-    constant, l1, centered = ctx.kind
-    dtypes = ctx.dtypes if need_weight or need_bias else None
-    dx, dweight, dbias = kernels.backward(
-        g.contiguous(), x.contiguous(), ctx.shape, _dense(weight), stats, constant, l1, centered, dtypes
-    )
-    return dx, dweight if need_weight else None, dbias if need_bias else None, None, None, None, None, None
-
-
-_gradients_once = torch.autograd.function.once_differentiable(_gradients)
+        x, weight, stats = ctx.saved_tensors
+        _, need_weight, need_bias, *_ = ctx.needs_input_grad
+        constant, l1, centered = ctx.kind
+        dtypes = ctx.dtypes if need_weight or need_bias else None
+        dx, dweight, dbias = kernels.backward(
+            g.contiguous(), x.contiguous(), ctx.shape, _dense(weight), stats, constant, l1, centered, dtypes
+        )
+        return dx, dweight if need_weight else None, dbias if need_bias else None, None, None, None, None, None
 
 
 def layer_norm(

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from normmatters.functional.once import once_differentiable
 from normmatters.kernels import backends
 from normmatters.kernels.library import on_device
 from normmatters.kernels.triton import weight_norm as kernels
@@ -104,19 +105,12 @@ class _BoundedWeights(torch.autograd.Function):
         return together.cut(flat)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        # With gradients enabled, as for create_graph=True, the results say that they cannot be differentiated again.
-        return (_gradients_once if torch.is_grad_enabled() else _gradients)(ctx, *gradients)
-
-
-def _gradients(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-    norms, *tensors = ctx.saved_tensors
-    together: Together = ctx.together
-    v, rho = together.laid_out(tensors[: len(gradients)]), tensors[len(gradients) :]
-    kept = together.laid_out(gradients)
-    dv = together.plan.backward([*map(Tensor.data_ptr, kept)], v, rho, norms)
-    del kept  # freed memory is used again by later kernels of this stream only
-    return None, None, *together.cut(dv)
-
-
-_gradients_once = torch.autograd.function.once_differentiable(_gradients)
+        norms, *tensors = ctx.saved_tensors
+        together: Together = ctx.together
+        v, rho = together.laid_out(tensors[: len(gradients)]), tensors[len(gradients) :]
+        kept = together.laid_out(gradients)
+        dv = together.plan.backward([*map(Tensor.data_ptr, kept)], v, rho, norms)
+        del kept  # freed memory is used again by later kernels of this stream only
+        return None, None, *together.cut(dv)
