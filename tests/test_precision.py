@@ -95,7 +95,7 @@ def test_unsupported_calls():
             precision.rms_norm(x, (3,), p="range")
         with pytest.raises(ValueError, match="more than 1 value"):
             precision.batch_norm(x[:1], training=True)
-        with pytest.raises(ValueError, match="Top.k. needs k <= the 3 values"):
+        with pytest.raises(ValueError, match="needs k <= the 3 values"):
             precision.layer_norm(x, (3,), p=math.inf, k=4)
 
 
@@ -279,9 +279,13 @@ def test_no_part_of_a_second_derivative_is_left_out(dtype):
     x = torch.randn(4, 2, 3, 3, requires_grad=True)
     with precision.arithmetic(dtype):
         loss = bn(x).exp().sum() + x.pow(3).sum()
-    with pytest.raises(RuntimeError, match="only once"):
+
+    def hessian():
         (g,) = torch.autograd.grad(loss, x, create_graph=True)
         torch.autograd.grad(g.square().sum(), x)
+
+    with pytest.raises(RuntimeError, match="only once"):
+        hessian()
 
 
 def test_ties_share_the_gradient_whatever_their_order():
