@@ -95,6 +95,8 @@ def test_unsupported_calls():
             precision.rms_norm(x, (3,), p="range")
         with pytest.raises(ValueError, match="more than 1 value"):
             precision.batch_norm(x[:1], training=True)
+        with pytest.raises(ValueError, match="needs k <= the 3 values"):
+            precision.layer_norm(x, (3,), p=math.inf, k=4)
 
 
 # --- In fp32 it is the plain equation ---
@@ -268,6 +270,22 @@ def test_checkpointing_takes_the_context_along():
     y.backward(grad)
     assert torch.equal(inputs.grad, expected[1])
     assert torch.equal(recomputed.running_var, plain.running_var)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+def test_no_part_of_a_second_derivative_is_left_out(dtype):
+    """There is none; `torch.autograd.grad` would not notice by itself where another way leads to the same input."""
+    bn = LpBatchNorm2d(2, p=1)
+    x = torch.randn(4, 2, 3, 3, requires_grad=True)
+    with precision.arithmetic(dtype):
+        loss = bn(x).exp().sum() + x.pow(3).sum()
+
+    def hessian():
+        (g,) = torch.autograd.grad(loss, x, create_graph=True)
+        torch.autograd.grad(g.square().sum(), x)
+
+    with pytest.raises(RuntimeError, match="only once"):
+        hessian()
 
 
 def test_ties_share_the_gradient_whatever_their_order():

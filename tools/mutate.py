@@ -35,6 +35,7 @@ NEAR = {
     "functional/checks.py": ["functional"],
     "functional/hand_derived.py": ["functional/test_hand_derived.py"],
     "functional/layer_norm.py": ["functional/test_lp_layer_norm.py"],
+    "functional/once.py": ["functional/test_hand_derived.py", "kernels/test_saved_tensors.py"],
     "functional/pieces.py": ["functional/test_hand_derived.py"],
     "functional/statistic.py": ["functional/test_statistic.py", "functional/test_lp_batch_norm.py"],
     "functional/torch_batch_norm.py": ["functional/test_hand_derived.py"],

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from normmatters.nn import L1BatchNorm2d, LpBatchNorm2d, RangeBatchNorm2d, TopKBatchNorm2d
 
@@ -37,6 +37,28 @@ def test_statistics_are_updated_once(use_reentrant: bool, momentum: float | None
     assert block[1].num_batches_tracked == 2
     for a, b in zip(block.parameters(), plain.parameters()):
         torch.testing.assert_close(a.grad, b.grad)
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("p", [1, 2, 1.5, "mean"])
+def test_selective_checkpointing(p: float | str, momentum: float | None) -> None:
+    """It knows what was kept by counting operators: a recomputed pass with fewer would get what is another's."""
+    bn = LpBatchNorm2d(3, p=p, momentum=momentum)
+    plain = copy.deepcopy(bn)
+    x = torch.randn(4, 3, 2, 2)
+    mine, reference = (x.clone().requires_grad_() for _ in range(2))
+    y = checkpoint(
+        lambda x: (bn(x).sin() * 3 + 1).cos(),
+        mine,
+        use_reentrant=False,
+        context_fn=lambda: create_selective_checkpoint_contexts([torch.ops.aten.mul.Tensor, torch.ops.aten.add.Tensor]),
+    )
+    expected = (plain(reference).sin() * 3 + 1).cos()
+    for output in (y, expected):
+        output.sum().backward()
+    torch.testing.assert_close(mine.grad, reference.grad)
+    for value, expected_value in zip(bn.buffers(), plain.buffers()):
+        torch.testing.assert_close(value, expected_value)
 
 
 def test_a_forward_pass_after_a_backward_pass_counts() -> None:

@@ -29,6 +29,7 @@ from normmatters.functional.channel_sums import (
     weighted_sums,
 )
 from normmatters.functional.checks import check_batch_norm
+from normmatters.functional.once import DifferentiatedTwice
 from normmatters.functional.pieces import affine, per_channel, pieces, scratch
 from normmatters.functional.statistic import Kind, compute_dtype, scale_constant, statistic_kind
 from normmatters.functional.torch_batch_norm import TINY, torch_batch_norm
@@ -214,23 +215,8 @@ class _BatchNormTrain(torch.autograd.Function):
                 found = _backward(grad, saved, ctx.needs_input_grad, *ctx.settings)
         grads = [g if needed else None for g, needed in zip(found, ctx.needs_input_grad)]
         if torch.is_grad_enabled():  # create_graph=True: the gradients may be used, not differentiated
-            grads = [g if g is None else _DifferentiatedTwice.apply(g, grad, x, weight) for g in grads]
+            grads = [g if g is None else DifferentiatedTwice.apply(g, grad, x, weight) for g in grads]
         return (*grads, None, None, None, None, None, None)
-
-
-class _DifferentiatedTwice(torch.autograd.Function):
-    """Identity in its first argument, whose backward pass says why there is none."""
-
-    @staticmethod
-    def forward(ctx: Any, grad: Tensor, *_: Tensor | None) -> Tensor:
-        return grad.view_as(grad)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor | None) -> Any:
-        raise RuntimeError(
-            "this batch norm's backward pass is hand-derived and can be differentiated only once; "
-            "for second derivatives use normmatters.functional.lp_batch_norm"
-        )
 
 
 def _normalize(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from normmatters.functional.once import once_differentiable
 
 LIBRARY = torch.library.Library("normmatters", "FRAGMENT")
 
@@ -74,7 +75,7 @@ def register_gradient(
             return output
 
         @staticmethod
-        @once_differentiable  # else autograd would warn that the gradient has none, and take zeros for it
+        @once_differentiable
         def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
             return *backward(ctx, *gradients), None
 
@@ -114,17 +115,6 @@ def in_dtype(gradient: Tensor, dtype: torch.dtype | None) -> Tensor | None:
     if dtype is None or gradient.dtype is dtype:
         return None if dtype is None else gradient
     return gradient.to(dtype)
-
-
-def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """PyTorch's, which costs some microseconds, only where gradients are recorded: ``create_graph=True``."""
-    recorded = torch.autograd.function.once_differentiable(backward)
-
-    @functools.wraps(backward)
-    def either(ctx: Any, *gradients: Tensor | None) -> Any:
-        return (recorded if torch.is_grad_enabled() else backward)(ctx, *gradients)
-
-    return either
 
 
 _HERE = contextlib.nullcontext()

@@ -22,13 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from normmatters.functional.once import once_differentiable
 from normmatters.kernels.library import (
     LIBRARY,
     any_requires_grad,
     in_dtype,
     needs_operators,
     on_device,
-    once_differentiable,
     register,
     register_gradient,
 )
@@ -198,6 +198,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
         saved = z if inverts_output(relu=relu, residual=residual is not None) else None
     elif kind != "mean":
         saved = _dense(x)
+    else:
+        ctx.linear = True
     ctx.save_for_backward(saved, code, count, statistics, index, weight, bias)
     need_dresidual = any_requires_grad(residual, link)
     channels_last = memory_format(x) is not torch.contiguous_format
@@ -257,7 +259,7 @@ class _BatchNorm(torch.autograd.Function):
         link: Tensor | None,
         options: tuple[Any, ...],
     ) -> Tensor | tuple[Tensor, Tensor]:
-        inputs = (_dense(x), weight, bias, residual, link, *options)
+        inputs = (x, weight, bias, residual, link, *options)
         output = _forward(*inputs)
         *_, save, linked = options
         if save:
@@ -294,6 +296,7 @@ def batch_norm(
 
     ``batches`` is raised by one.
     """
+    x = _dense(x)  # here, where autograd sees a copy made: what the node saves then leads to the input
     weight, bias = weight if weight is None else weight.contiguous(), bias if bias is None else bias.contiguous()
     relu = act == "relu"
     lean = memory == "lean" and kind == "l1"  # the other statistics' gradients need the input itself

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from normmatters.functional.once import once_differentiable
 from normmatters.kernels.library import (
     LIBRARY,
     any_requires_grad,
     in_dtype,
     needs_operators,
     on_device,
-    once_differentiable,
     register,
     register_gradient,
 )

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from normmatters.functional.once import once_differentiable
 from normmatters.kernels.library import (
     LIBRARY,
     any_requires_grad,
     in_dtype,
     needs_operators,
     on_device,
-    once_differentiable,
     register,
     register_gradient,
 )
@@ -175,8 +175,6 @@ class _TwinBatchNorm(torch.autograd.Function):
         bias2: Tensor | None,
         options: tuple[Any, ...],
     ) -> Tensor | tuple[Tensor, Tensor]:
-        x1 = _dense(x1)
-        x2 = x2.contiguous(memory_format=memory_format(x1))
         inputs = (x1, weight1, bias1, x2, weight2, bias2, *options)
         output = _forward(*inputs)
         *_, save, linked = options
@@ -199,6 +197,8 @@ def twin_batch_norm(
     x1: Tensor, first: State, x2: Tensor, second: State, *, memory: str, linked: bool
 ) -> tuple[Tensor, Tensor | None]:
     """relu(norm₁(x₁) + norm₂(x₂)) in training, and its link if ``linked``; the dispatcher has checked the arguments."""
+    x1 = _dense(x1)  # as in `ops`
+    x2 = x2.contiguous(memory_format=memory_format(x1))
     tensors: list[Tensor | None] = []
     options: list[Any] = []
     for x, (running_mean, running_var, weight, bias, momentum, eps, constant, batches) in ((x1, first), (x2, second)):

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from normmatters.functional.once import once_differentiable
 from normmatters.kernels import backends
-from normmatters.kernels.library import on_device, once_differentiable
+from normmatters.kernels.library import on_device
 from normmatters.kernels.triton import weight_norm as kernels
 from normmatters.kernels.triton.rows import places_of
 

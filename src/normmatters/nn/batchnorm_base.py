@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.fx import Proxy
 from torch.nn import init
 from torch.nn.modules.batchnorm import _NormBase  # not BatchNorm2d: torch's SyncBatchNorm would turn us into plain L2
+from torch.utils._python_dispatch import _disable_current_modes
 
 from normmatters.functional.checks import check_act, check_memory
 from normmatters.functional.statistic import scale_constant
@@ -101,20 +102,31 @@ class _LpBatchNorm(_NormBase):
         """
         self._check_input_dim(input)
         buffers = self._buffers  # attributes of a module are looked for here last, and take several times as long
-        tracked = self.training and self.track_running_stats and not _recomputing()
-        count = buffers["num_batches_tracked"] if tracked else None
+        running_mean, running_var = buffers["running_mean"], buffers["running_var"]
+        training = self.training or (running_mean is None and running_var is None)
+        count = None
+        if self.training:
+            count = buffers["num_batches_tracked"]
+            if not self.track_running_stats:
+                running_mean = running_var = count = None
+            elif _recomputing():
+                running_mean, running_var, count = self._in_vain(running_mean, running_var, count)
         momentum = self.momentum
         if momentum is None:  # cumulative average: the count is raised later, once nothing can fail any more
             momentum = 0.0 if count is None else 1.0 / (float(count) + 1)
-        running_mean, running_var = buffers["running_mean"], buffers["running_var"]
-        training = self.training or (running_mean is None and running_var is None)
-        if self.training and not tracked:
-            # L2 may be torch's own, whose node keeps them: a recomputed one must, too, and moves copies in vain.
-            copied = self.track_running_stats and self.p == 2
-            running_mean, running_var = (
-                t.clone() if copied and t is not None else None for t in (running_mean, running_var)
-            )
         return running_mean, running_var, count, training, momentum
+
+    def _in_vain(self, *state: Tensor | None) -> list[Tensor | None]:
+        """What a recomputed forward pass moves in place of the state: nothing, or where that would be noticed, copies.
+
+        Torch's own batch norm, which may compute L2, keeps the running statistics for its backward pass, and there must
+        be as many tensors as the first time. Selective checkpointing counts operators: there must be the same ones,
+        and it may not see the copies made.
+        """
+        if self.p != 2 and torch._C._len_torch_dispatch_stack() == 0:
+            return [None] * len(state)
+        with _disable_current_modes():
+            return [None if t is None else t.clone() for t in state]
 
     def _batch_norm(
         self,

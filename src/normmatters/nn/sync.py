@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # unlike torch.compiler.disable, it imports the compiler only when called
-from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from normmatters import precision
 from normmatters.functional.batch_norm import update_running_statistics
 from normmatters.functional.checks import check_batch_norm, check_residual
+from normmatters.functional.once import once_differentiable
 from normmatters.functional.statistic import Kind, compute_dtype, scale_constant, statistic_kind
 from normmatters.kernels.dispatch import _count, max_pool
 from normmatters.nn.batchnorm_act import ThenAct

@@ -268,9 +268,9 @@ def _layer_norm(
     center: bool,
 ) -> Tensor:
     kind = _supported_kind(p, k)
+    check_layer_norm(input, normalized_shape, weight, bias, eps, kind=kind, k=k)
     n = math.prod(normalized_shape)
     C = scale_constant(p, n, k, constant)
-    check_layer_norm(input, normalized_shape, weight, bias, eps, kind=kind, k=k)
     rule = Rule(_required(), kind, k or 1, C, eps, center=center, weight_dim=1)
     weight, bias = (None if x is None else x.reshape(1, n) for x in (weight, bias))
     rows = input.reshape(input.numel() // max(n, 1), n)

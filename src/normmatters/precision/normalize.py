@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from normmatters.functional.once import once_differentiable
 from normmatters.functional.statistic import Kind
 from normmatters.precision.rounding import (
     add,
