@@ -332,6 +332,15 @@ ERRORS: list[tuple[nn.Module, Callable[[], dict[str, Any]], type[Exception], str
     ),
     (
         nm.bounded_weight_norm(nn.Linear(2, 3)),
+        lambda: {
+            "weight_v": torch.tensor([[1.0, 0.0], [0.0, 2.0], [1.0, 1.0]]),
+            "weight_g": torch.tensor(2.0),
+        },  # dim=None
+        ValueError,
+        "weight: expected channels of one length for bounded weight norm, got",
+    ),
+    (
+        nm.bounded_weight_norm(nn.Linear(2, 3)),
         lambda: {"weight_v": torch.ones(3, 2), "weight_g": torch.tensor([[1.0], [2.0], [1.0]])},
         ValueError,
         "weight: expected channels of one length for bounded weight norm, got 1 to 2",
