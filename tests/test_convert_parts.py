@@ -53,6 +53,21 @@ class WholeBlockAlone(nn.Module):
         return self.outer[0](x)  # type: ignore[no-any-return]
 
 
+class Holder(ConvNormReLU):
+    """Has no forward of its own: whoever holds it calls what it holds."""
+
+    forward = nn.Module.forward
+
+
+class OfAHolder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = Holder()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.held.relu(self.held.bn(self.held.conv(x)))  # type: ignore[no-any-return]
+
+
 class ReluOfSequential(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -138,6 +153,7 @@ class PlainList(nn.Module):
         (PlainList, "relu", ""),
         (PartAlone, "", "a part of its block is called alone"),
         (WholeBlockAlone, "relu", ""),
+        (OfAHolder, "relu", ""),
         (ReluOfSequential, "", "the ReLU behind it has other uses"),
         (PoolOfSequential, "relu", ""),
         (ReluOfBlock, "relu", ""),
