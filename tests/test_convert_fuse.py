@@ -205,9 +205,11 @@ def test_checkpointed_forward() -> None:
     assert report.changes[0].note.endswith("changes the gradient or autocast mode, or checkpoints activations")
 
 
-def test_hook_on_the_relu_keeps_it() -> None:
+@pytest.mark.parametrize("hook", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+def test_hook_on_the_relu_keeps_it(hook: str) -> None:
     block = BasicBlock(3, 3)
-    block.relu.register_forward_hook(lambda *_: None)
+    block.relu.inplace = False  # torch refuses it behind a backward hook
+    getattr(block.relu, f"register_{hook}_hook")(lambda *_: None)
     assert fusion_of(block, "bn2") == ("", "ReLU with hooks or another forward follows it")
 
 

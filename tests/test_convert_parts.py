@@ -32,6 +32,42 @@ class PartAlone(nn.Module):
         return inner + self.body[1](inner)
 
 
+class ConvNormReLU(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn = conv_norm()
+        self.relu = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.relu(self.bn(self.conv(x)))  # type: ignore[no-any-return]
+
+
+class WholeBlockAlone(nn.Module):
+    """Calls a part of another block: with it comes, whole, the block that the norm and its ReLU are of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outer = nn.Sequential(nn.Sequential(ConvNormReLU()), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer[0](x)  # type: ignore[no-any-return]
+
+
+class Holder(ConvNormReLU):
+    """Has no forward of its own: whoever holds it calls what it holds."""
+
+    forward = nn.Module.forward
+
+
+class OfAHolder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = Holder()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.held.relu(self.held.bn(self.held.conv(x)))  # type: ignore[no-any-return]
+
+
 class ReluOfSequential(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -116,6 +152,8 @@ class PlainList(nn.Module):
     [
         (PlainList, "relu", ""),
         (PartAlone, "", "a part of its block is called alone"),
+        (WholeBlockAlone, "relu", ""),
+        (OfAHolder, "relu", ""),
         (ReluOfSequential, "", "the ReLU behind it has other uses"),
         (PoolOfSequential, "relu", ""),
         (ReluOfBlock, "relu", ""),

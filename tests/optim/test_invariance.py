@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections import namedtuple
+from typing import Any
 
 import pytest
 import torch
@@ -89,11 +91,12 @@ class Sequences(nn.Module):
         return scale * states + self.bn(self.columns(tokens).transpose(1, 2)).transpose(1, 2)
 
 
-@pytest.mark.parametrize("as_dict", [False, True])
-def test_embeddings_and_lstm_with_tuple_and_dict_inputs(as_dict: bool) -> None:
+@pytest.mark.parametrize("kind", [tuple, dict, "named"])
+def test_embeddings_and_lstm_with_tuple_and_dict_inputs(kind: Any) -> None:
     torch.manual_seed(0)
     tokens = torch.randint(0, 15, (8, 6))  # five tokens never occur
-    given = {"tokens": tokens, "scale": 2.0} if as_dict else (tokens, 2.0)
+    batch = namedtuple("batch", "tokens scale")(tokens, 2.0)
+    given = batch if kind == "named" else batch._asdict() if kind is dict else tuple(batch)
     result = scale_invariant_parameters(Sequences(), given)
     assert result.dims == {"rows.weight": 0, "columns.weight": 1}
 

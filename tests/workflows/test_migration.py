@@ -325,6 +325,21 @@ ERRORS: list[tuple[nn.Module, Callable[[], dict[str, Any]], type[Exception], str
         r"weight_g must broadcast against weight_v of \(3, 2\), got \(2, 1\)",
     ),
     (
+        nn.Linear(3, 3),
+        lambda: {"weight_v": torch.ones(3, 3), "weight_g": torch.ones(3)},  # a row would be taken for a column
+        ValueError,
+        r"weight_g must broadcast against weight_v of \(3, 3\), got \(3,\)",
+    ),
+    (
+        nm.bounded_weight_norm(nn.Linear(2, 3)),
+        lambda: {
+            "weight_v": torch.tensor([[1.0, 0.0], [0.0, 2.0], [1.0, 1.0]]),
+            "weight_g": torch.tensor(2.0),
+        },  # dim=None
+        ValueError,
+        "weight: expected channels of one length for bounded weight norm, got",
+    ),
+    (
         nm.bounded_weight_norm(nn.Linear(2, 3)),
         lambda: {"weight_v": torch.ones(3, 2), "weight_g": torch.tensor([[1.0], [2.0], [1.0]])},
         ValueError,

@@ -59,7 +59,8 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, Mapping):
         return {k: _cast(v, dtype) for k, v in value.items()}
     if isinstance(value, tuple | list):
-        return type(value)(_cast(v, dtype) for v in value)
+        cast = [_cast(v, dtype) for v in value]
+        return type(value)._make(cast) if hasattr(value, "_make") else type(value)(cast)  # a named tuple
     return value
 
 
