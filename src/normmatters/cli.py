@@ -153,9 +153,11 @@ def reproduce(
         return
     kind = _device(plan_jobs[0].config.runtime.device if device == "auto" else device)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    workers = min(jobs or (1 if kind.startswith("cuda") else cores), max(len(waiting), 1))
+    side_by_side = min(jobs or (1 if kind.startswith("cuda") else cores), len(plan_jobs))
+    workers = min(side_by_side, max(len(waiting), 1))
     check_memory([job.config for job in waiting], workers, kind)
-    _place(waiting, kind, max(1, cores // workers), workers)
+    # What is finished frees no cores: on more threads sums round otherwise, and the command must give the same numbers.
+    _place(waiting, kind, max(1, cores // side_by_side), workers)
     failed = []
     if waiting:
         from normmatters.lab.progress import RunsView
