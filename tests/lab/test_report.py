@@ -381,7 +381,9 @@ def test_more_digits_than_there_are_leave_a_validation_set(tmp_path: Path) -> No
     assert number.se == pytest.approx(100 * math.sqrt(0.9 * 0.1 / 360))
 
 
-@pytest.mark.parametrize("line", [b'{"epoch": 7, "val_a', b"null\n", b'{"val_acc": 3.0}\n', b"\xff\xfe\n"])
+@pytest.mark.parametrize(
+    "line", [b'{"epoch": 7, "val_a', b"null\n", b'{"val_acc": 3.0}\n', b"\xff\xfe\n", b'{"epoch": NaN, "val_acc": 3.0}\n']
+)
 def test_a_damaged_line_is_left_out(tmp_path: Path, line: bytes) -> None:
     folder = write_run(tmp_path, "fig1/wd_on", finished=False)
     with (folder / "metrics.jsonl").open("ab") as file:
@@ -389,6 +391,18 @@ def test_a_damaged_line_is_left_out(tmp_path: Path, line: bytes) -> None:
     runs = collect([tmp_path])
     assert len(runs.unfinished) == 1
     assert [p[0] for p in runs.results["fig1/wd_on"].curve("error")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_finished_run_that_lost_epochs_is_told(tmp_path: Path) -> None:
+    """Its last line would be taken for the run's end, and the accuracy of that epoch for its result."""
+    folder = write_run(tmp_path, "fig1/wd_on")
+    summary = json.loads((folder / "summary.json").read_text())
+    (folder / "summary.json").write_text(json.dumps({**summary, "epoch": 6}))
+    assert len(collect([tmp_path]).runs[0].metrics) == 6
+    lines = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_bytes(b"".join(lines[:4]))
+    with pytest.raises(ValueError, match=r"seed0: finished with 6 epochs, but 4 are left .* remove summary.json"):
+        collect([tmp_path])
 
 
 def test_the_line_is_where_the_numbers_are() -> None:

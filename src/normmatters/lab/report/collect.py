@@ -286,8 +286,11 @@ def _read(folder: Path) -> Run:
         return value if isinstance(value, dict) else None
 
     config = _whole(table("config.json"), folder / "config.json")
-    rows = read_metrics(folder / "metrics.jsonl")
-    return Run(folder, config, table("environment.json") or {}, rows, table("summary.json"), table("error.json"))
+    rows, summary = read_metrics(folder / "metrics.jsonl"), table("summary.json")
+    if summary is not None and len(rows) < (epochs := summary.get("epoch", 0)):  # their last line is not its result
+        told = f"finished with {epochs} epochs, but {len(rows)} are left in metrics.jsonl"
+        raise ValueError(f"{folder}: {told}; remove summary.json, and its command brings them back")
+    return Run(folder, config, table("environment.json") or {}, rows, summary, table("error.json"))
 
 
 _DATA = {
