@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import io
 import os
 import shlex
@@ -62,9 +63,10 @@ def main() -> None:
     # Taken out here, so that it may stand anywhere on the line.
     debug = "--debug" in sys.argv or bool(os.environ.get("NORMMATTERS_DEBUG"))
     sys.argv = [word for word in sys.argv if word != "--debug"]
+    codecs.register_error("plain", _in_plain_signs)
     for stream in (sys.stdout, sys.stderr):  # a terminal that has no ✓ is no reason to stop runs
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
+            stream.reconfigure(errors="plain")
     try:
         app()
     except Exception as error:
@@ -73,6 +75,13 @@ def main() -> None:
         if debug or not expected:
             raise
         _fail(str(error) or type(error).__name__)
+
+
+def _in_plain_signs(error: UnicodeError) -> tuple[str, int]:
+    """What a terminal of another encoding shows: a number keeps its sign, and a verdict its mark."""
+    assert isinstance(error, UnicodeEncodeError)
+    plain = {"−": "-", "×": "x", "÷": "/", "✓": "+", "✗": "x"}
+    return "".join(plain.get(sign, "?") for sign in error.object[error.start : error.end]), error.end
 
 
 def _fail(message: str) -> NoReturn:

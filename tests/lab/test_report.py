@@ -382,7 +382,8 @@ def test_more_digits_than_there_are_leave_a_validation_set(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "line", [b'{"epoch": 7, "val_a', b"null\n", b'{"val_acc": 3.0}\n', b"\xff\xfe\n", b'{"epoch": NaN, "val_acc": 3.0}\n']
+    "line",
+    [b'{"epoch": 7, "val_a', b"null\n", b'{"val_acc": 3.0}\n', b"\xff\xfe\n", b'{"epoch": NaN, "val_acc": 3.0}\n'],
 )
 def test_a_damaged_line_is_left_out(tmp_path: Path, line: bytes) -> None:
     folder = write_run(tmp_path, "fig1/wd_on", finished=False)
