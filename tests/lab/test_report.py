@@ -104,6 +104,15 @@ def test_divergence_is_a_result(tmp_path: Path) -> None:
     assert "<b>diverged</b>" in page
 
 
+def test_a_seed_that_did_not_diverge_is_said(tmp_path: Path) -> None:
+    claim = next(c for c in CLAIMS if c.rule == "diverges")
+    write_run(tmp_path, claim.b)
+    write_run(tmp_path, claim.a, seed=0, epochs=9)
+    write_run(tmp_path, claim.a, seed=1, diverge=True)
+    measured = judge(claim, collect([tmp_path])).measured
+    assert measured == "loss not finite after 5 epochs, in 1 of 2 seeds"
+
+
 def test_a_validation_loss_that_is_no_number_is_divergence_too(tmp_path: Path) -> None:
     write_run(tmp_path, "fig1/wd_on", final=0.9)
     folder = write_run(tmp_path, "fig1/corrected", final=0.9)
