@@ -17,7 +17,7 @@ from normmatters.lab.claims import CLAIMS, Claim
 from normmatters.lab.paper import EXPERIMENTS
 from normmatters.lab.report import collect, judge_all, write_report
 from normmatters.lab.report.collect import differences
-from normmatters.lab.report.figures import Chart, Series, svg
+from normmatters.lab.report.figures import Chart, Series, legend_key, svg
 from normmatters.lab.report.html import charts
 from normmatters.lab.report.judge import judge
 
@@ -413,6 +413,19 @@ def test_a_finished_run_that_lost_epochs_is_told(tmp_path: Path) -> None:
     (folder / "metrics.jsonl").write_bytes(b"".join(lines[:4]))
     with pytest.raises(ValueError, match=r"seed0: finished with 6 epochs, but 4 are left .* remove summary.json"):
         collect([tmp_path])
+
+
+def test_no_two_lines_of_a_panel_look_alike() -> None:
+    """The seventh had the first one's colour and dash."""
+    most = max(len(panel.cells) for e in EXPERIMENTS for panel in e.panels)
+    assert most > 6
+    for count in (most, 36):
+        assert len({legend_key(slot) for slot in range(count)}) == count
+    series = tuple(Series(f"run {i}", ((1.0, 5.0 + i, 5.0, 6.0), (2.0, 3.0 + i, 3.0, 4.0)), i) for i in range(most))
+    drawn = svg(Chart("title", "error", series), standalone=True)
+    lines = [re.sub(r'points="[^"]*"', "", line) for line in re.findall(r"<polyline[^>]*>", drawn)]
+    assert len({*lines}) == most
+    assert lines[:most] == lines[most:]  # each line and its key in the legend
 
 
 def test_the_line_is_where_the_numbers_are() -> None:

@@ -116,7 +116,7 @@ def svg(chart: Chart, *, standalone: bool = False, id: str = "chart") -> str:
     for s in chart.series:
         if not s.points:
             continue
-        color, dash = f"var(--s{s.slot % 6})", DASHES[s.slot % 6]
+        color, dash = f"var(--s{s.slot % 6})", _dash(s.slot)
         parts.append(f'<g class="series" data-slot="{s.slot}"><title>{escape(s.label)}</title>')
         if any(hi > lo for _, _, lo, hi in s.points):
             edge = [f"{fx(x)},{fy(hi)}" for x, _, _, hi in s.points] + [
@@ -152,9 +152,14 @@ def svg(chart: Chart, *, standalone: bool = False, id: str = "chart") -> str:
     )
 
 
+def _dash(slot: int) -> str:
+    """The colours come again after six, each with another dash."""
+    return DASHES[(slot + slot // 6) % 6]
+
+
 def legend_key(slot: int) -> str:
     """A short piece of the line of ``slot``, for a legend in HTML."""
-    dash = DASHES[slot % 6]
+    dash = _dash(slot)
     dashes = f' stroke-dasharray="{dash}"' if dash else ""
     line = f'<path d="M1 5H27"{dashes} style="stroke:var(--s{slot % 6})"/>'
     return f'<svg class="key" viewBox="0 0 28 10" aria-hidden="true">{line}</svg>'
@@ -164,7 +169,7 @@ def _legend_rows(series: Iterable[Series]) -> list[str]:
     rows = []
     for i, s in enumerate(series):
         y = _HEIGHT + 14 + 18 * i
-        dash = DASHES[s.slot % 6]
+        dash = _dash(s.slot)
         dashes = f' stroke-dasharray="{dash}"' if dash else ""
         rows.append(
             f'<polyline points="{_LEFT},{y - 4} {_LEFT + 28},{y - 4}"{dashes} style="stroke:var(--s{s.slot % 6})"/>'
@@ -197,7 +202,7 @@ def png(chart: Chart, path: Path) -> None:
         if not s.points:
             continue
         x, mean, low, high = zip(*s.points, strict=True)
-        dash = DASHES[s.slot % 6]
+        dash = _dash(s.slot)
         style = (0, tuple(float(d) for d in dash.split())) if dash else "-"
         axes.plot(x, mean, color=LIGHT[s.slot % 6], linestyle=style, linewidth=1.7, label=s.label)
         axes.fill_between(x, low, high, color=LIGHT[s.slot % 6], alpha=0.13, linewidth=0)
