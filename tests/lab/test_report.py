@@ -14,6 +14,8 @@ import pytest
 from synthetic_runs import write_all, write_run
 
 from normmatters.lab.claims import CLAIMS, Claim
+from normmatters.lab.config import to_json
+from normmatters.lab.experiments import load_cell
 from normmatters.lab.paper import EXPERIMENTS
 from normmatters.lab.report import collect, judge_all, write_report
 from normmatters.lab.report.collect import differences
@@ -248,6 +250,22 @@ def test_what_differs_from_the_paper_is_said(tmp_path: Path) -> None:
     assert "The paper’s own setting" in page
     page = write_report([tmp_path / "quick"], tmp_path / "b", images=False).html.read_text()
     assert "scikit-learn digits (8×8 grey images) instead of CIFAR-10" in page
+    assert ("augment", "none", "yes") in quick
+
+
+def test_a_setting_of_the_users_is_not_called_the_papers(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, "fig1/wd_on", preset="full")
+    changed = ["model.norm=l1", "optim.momentum=0.5", "optim.nesterov=true", "optim.clip_norm=2", "data.dir=/elsewhere"]
+    (folder / "config.json").write_text(to_json(load_cell("fig1/wd_on").config("full", 0, changed)))
+    assert differences(collect([tmp_path]).results.values()) == [
+        ("norm", "l1", "l2"),
+        ("momentum", "0.5", "0.9"),
+        ("nesterov", "yes", "no"),
+        ("clip norm", "2", "usual"),
+    ]
+    page = write_report([tmp_path], tmp_path / "out", images=False).html.read_text()
+    assert "The paper’s own setting" not in page
+    assert "Norm: l1 instead of l2" in page
 
 
 class _Links(HTMLParser):
