@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import io
 import os
 import shlex
@@ -63,9 +64,10 @@ def main() -> None:
     # Taken out here, so that it may stand anywhere on the line.
     debug = "--debug" in sys.argv or bool(os.environ.get("NORMMATTERS_DEBUG"))
     sys.argv = [word for word in sys.argv if word != "--debug"]
+    codecs.register_error("plain", _in_plain_signs)
     for stream in (sys.stdout, sys.stderr):  # a terminal that has no ✓ is no reason to stop runs
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
+            stream.reconfigure(errors="plain")
     try:
         app()
     except Exception as error:
@@ -74,6 +76,13 @@ def main() -> None:
         if debug or not expected:
             raise
         _fail(str(error) or type(error).__name__)
+
+
+def _in_plain_signs(error: UnicodeError) -> tuple[str, int]:
+    """What a terminal of another encoding shows: a number keeps its sign, and a verdict its mark."""
+    assert isinstance(error, UnicodeEncodeError)
+    plain = {"−": "-", "×": "x", "÷": "/", "✓": "+", "✗": "x"}
+    return "".join(plain.get(sign, "?") for sign in error.object[error.start : error.end]), error.end
 
 
 def _fail(message: str) -> NoReturn:
@@ -148,9 +157,11 @@ def reproduce(
         return
     kind = _device(plan_jobs[0].config.runtime.device if device == "auto" else device)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    workers = min(jobs or (1 if kind.startswith("cuda") else cores), max(len(waiting), 1))
+    side_by_side = min(jobs or (1 if kind.startswith("cuda") else cores), len(plan_jobs))
+    workers = min(side_by_side, max(len(waiting), 1))
     check_memory([job.config for job in waiting], workers, kind)
-    _place(waiting, kind, max(1, cores // workers), workers)
+    # What is finished frees no cores: on more threads sums round otherwise, and the command must give the same numbers.
+    _place(waiting, kind, max(1, cores // side_by_side), workers)
     failed = []
     if waiting:
         from normmatters.lab.progress import RunsView

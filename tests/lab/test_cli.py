@@ -16,8 +16,9 @@ from rich.console import Console
 from synthetic_runs import write_run
 
 from normmatters import cli
+from normmatters.lab.config import to_json
 from normmatters.lab.progress import RunsView
-from normmatters.lab.reproduce import Runner, plan
+from normmatters.lab.reproduce import Job, Runner, plan
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb"}
 
@@ -119,11 +120,18 @@ def test_debug_shows_the_traceback(run: Run) -> None:
         run("report", "nowhere", "--debug")
 
 
-def test_a_terminal_without_unicode_stops_nothing() -> None:
-    command, env = [sys.executable, "-m", "normmatters", "explain"], {**ENV, "PYTHONIOENCODING": "ascii"}
+def test_a_terminal_without_unicode_stops_nothing_and_loses_no_sign(tmp_path: Path) -> None:
+    for cell, final in (("wd_on", 0.88), ("wd_off", 0.98), ("corrected", 0.9802)):
+        write_run(tmp_path / "runs", f"fig1/{cell}", final=final)
+    command = [sys.executable, "-m", "normmatters", "report", str(tmp_path / "runs"), "--out", str(tmp_path / "page")]
+    env = {**ENV, "PYTHONIOENCODING": "ascii"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
     assert done.returncode == 0, done.stderr
-    assert "?/(1" in done.stdout  # η
+    lines = done.stdout.splitlines()
+    worse = next(line for line in lines if "Weight decay improves" in line)
+    assert worse.startswith("x ")
+    assert "88.00 - 98.00 = -10.00" in worse
+    assert next(line for line in lines if "follows" in line).startswith("+ ")
 
 
 def test_without_the_extra_one_line_says_what_to_install(tmp_path: Path) -> None:
@@ -218,6 +226,29 @@ def test_one_reason_of_many_runs_is_told_once(tmp_path: Path, capsys: pytest.Cap
     assert said[0].endswith("no image folder [data]")
     assert [line.endswith("seed 0  for the same reason") for line in said[1:-1]] == [True] * (len(jobs) - 1)
     assert said[-1] == "  ✗ fig2/resnet50_l2 seed 0, fig4/bwn seed 0, fig4/wn seed 0: no image folder [data]"
+
+
+def test_what_is_finished_does_not_change_how_the_rest_rounds(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sums round otherwise on more threads: a run that is left alone must not get those of its neighbours."""
+    threads: list[int | None] = []
+
+    def note(self: Runner, *_: object) -> list[Job]:
+        waiting = self.of("waiting")
+        threads.extend(job.config.runtime.threads for job in waiting)
+        for job in waiting[1:]:
+            job.folder.mkdir(parents=True)
+            (job.folder / "config.json").write_text(to_json(job.config))
+            (job.folder / "error.json").write_text('{"kind": "nan"}')
+        return []
+
+    monkeypatch.setattr(Runner, "run", note)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    command = ("reproduce", "fig1", "--seeds", "1", "--jobs", "4", "--device", "cpu", "--out", str(tmp_path))
+    assert run(*command).returncode == 0
+    assert run(*command).returncode == 0
+    assert threads == [2] * 6 + [2]
 
 
 def test_a_run_that_diverged_after_some_epochs_is_told_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import shutil
 import tarfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -172,14 +173,19 @@ def test_cifar_damage_is_told_and_nothing_is_left(cifar: Path, tmp_path: Path, m
     path = cifar / cifar10.FOLDER / "data_batch_2.bin"
     good = path.read_bytes()
     path.write_bytes(good[:-7])
-    with pytest.raises(ValueError, match=r"data_batch_2.bin is truncated"):
+    with pytest.raises(ValueError, match=r"data_batch_2.bin is truncated .*: delete the folder"):
         images(config, cifar)
     path.write_bytes(bytes([good[0] ^ 1]) + good[1:])
-    with pytest.raises(ValueError, match=r"data_batch_2.bin has sha256 .* damaged"):
+    with pytest.raises(ValueError, match=r"data_batch_2.bin has sha256 .* damaged: delete the folder"):
         images(config, cifar)
     path.unlink()
-    with pytest.raises(ValueError, match=r"data_batch_2.bin is missing"):
+    with pytest.raises(ValueError, match=r"data_batch_2.bin is missing: delete the folder .* and `normmatters"):
         images(config, cifar)
+    (cifar / cifar10.FOLDER / "test_batch.bin").unlink()  # as of an archive that somebody stopped unpacking
+    with pytest.raises(ValueError, match=r"data_batch_2.bin is missing: delete the folder"):
+        images(config, cifar)
+    shutil.rmtree(cifar / cifar10.FOLDER)
+    assert images(config, cifar).train.count == 100  # as told, from the archive
 
     truncated = tmp_path / "truncated"
     truncated.mkdir()

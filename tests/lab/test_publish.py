@@ -68,6 +68,20 @@ def test_other_settings_are_not_overwritten(tmp_path: Path) -> None:
     assert len(list((tmp_path / "kept").rglob("*.jsonl"))) == 1
 
 
+def test_seeds_of_other_settings_are_not_put_beside_each_other(tmp_path: Path) -> None:
+    """No page could be drawn from them any more."""
+    write_run(tmp_path / "a", "fig1/wd_on", seed=0, preset="quick")
+    write_run(tmp_path / "b", "fig1/wd_on", seed=1, preset="cifar")
+    publish([tmp_path / "a"], tmp_path / "out")
+    with pytest.raises(
+        ValueError, match=r"seed0.run.jsonl holds a run of other settings than .*seed1 \(data.name: dig"
+    ):
+        publish([tmp_path / "b"], tmp_path / "out")
+    assert [f.name for f in tmp_path.glob("out/*/*/*")] == ["seed0.run.jsonl"]
+    write_run(tmp_path / "c", "fig1/wd_on", seed=2, preset="quick")
+    assert len(publish([tmp_path / "c"], tmp_path / "out")) == 1
+
+
 def test_pages_are_redrawn_from_the_files_alone(tmp_path: Path) -> None:
     for seed in range(3):
         write_run(tmp_path / "runs", "fig1/wd_on", seed=seed, final=0.905 + 0.001 * seed, preset="cifar")

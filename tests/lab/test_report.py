@@ -14,10 +14,12 @@ import pytest
 from synthetic_runs import write_all, write_run
 
 from normmatters.lab.claims import CLAIMS, Claim
+from normmatters.lab.config import to_json
+from normmatters.lab.experiments import load_cell
 from normmatters.lab.paper import EXPERIMENTS
 from normmatters.lab.report import collect, judge_all, write_report
 from normmatters.lab.report.collect import differences
-from normmatters.lab.report.figures import Chart, Series, svg
+from normmatters.lab.report.figures import Chart, Series, legend_key, svg
 from normmatters.lab.report.html import charts
 from normmatters.lab.report.judge import judge
 
@@ -102,6 +104,15 @@ def test_divergence_is_a_result(tmp_path: Path) -> None:
     assert not runs.unfinished
     page = write_report([tmp_path], tmp_path / "out", images=False).html.read_text()
     assert "<b>diverged</b>" in page
+
+
+def test_a_seed_that_did_not_diverge_is_said(tmp_path: Path) -> None:
+    claim = next(c for c in CLAIMS if c.rule == "diverges")
+    write_run(tmp_path, claim.b)
+    write_run(tmp_path, claim.a, seed=0, epochs=9)
+    write_run(tmp_path, claim.a, seed=1, diverge=True)
+    measured = judge(claim, collect([tmp_path])).measured
+    assert measured == "loss not finite after 5 epochs, in 1 of 2 seeds"
 
 
 def test_a_validation_loss_that_is_no_number_is_divergence_too(tmp_path: Path) -> None:
@@ -239,6 +250,22 @@ def test_what_differs_from_the_paper_is_said(tmp_path: Path) -> None:
     assert "The paper’s own setting" in page
     page = write_report([tmp_path / "quick"], tmp_path / "b", images=False).html.read_text()
     assert "scikit-learn digits (8×8 grey images) instead of CIFAR-10" in page
+    assert ("augment", "none", "yes") in quick
+
+
+def test_a_setting_of_the_users_is_not_called_the_papers(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, "fig1/wd_on", preset="full")
+    changed = ["model.norm=l1", "optim.momentum=0.5", "optim.nesterov=true", "optim.clip_norm=2", "data.dir=/elsewhere"]
+    (folder / "config.json").write_text(to_json(load_cell("fig1/wd_on").config("full", 0, changed)))
+    assert differences(collect([tmp_path]).results.values()) == [
+        ("norm", "l1", "l2"),
+        ("momentum", "0.5", "0.9"),
+        ("nesterov", "yes", "no"),
+        ("clip norm", "2", "usual"),
+    ]
+    page = write_report([tmp_path], tmp_path / "out", images=False).html.read_text()
+    assert "The paper’s own setting" not in page
+    assert "Norm: l1 instead of l2" in page
 
 
 class _Links(HTMLParser):
@@ -381,7 +408,10 @@ def test_more_digits_than_there_are_leave_a_validation_set(tmp_path: Path) -> No
     assert number.se == pytest.approx(100 * math.sqrt(0.9 * 0.1 / 360))
 
 
-@pytest.mark.parametrize("line", [b'{"epoch": 7, "val_a', b"null\n", b'{"val_acc": 3.0}\n', b"\xff\xfe\n"])
+@pytest.mark.parametrize(
+    "line",
+    [b'{"epoch": 7, "val_a', b"null\n", b'{"val_acc": 3.0}\n', b"\xff\xfe\n", b'{"epoch": NaN, "val_acc": 3.0}\n'],
+)
 def test_a_damaged_line_is_left_out(tmp_path: Path, line: bytes) -> None:
     folder = write_run(tmp_path, "fig1/wd_on", finished=False)
     with (folder / "metrics.jsonl").open("ab") as file:
@@ -389,6 +419,31 @@ def test_a_damaged_line_is_left_out(tmp_path: Path, line: bytes) -> None:
     runs = collect([tmp_path])
     assert len(runs.unfinished) == 1
     assert [p[0] for p in runs.results["fig1/wd_on"].curve("error")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_finished_run_that_lost_epochs_is_told(tmp_path: Path) -> None:
+    """Its last line would be taken for the run's end, and the accuracy of that epoch for its result."""
+    folder = write_run(tmp_path, "fig1/wd_on")
+    summary = json.loads((folder / "summary.json").read_text())
+    (folder / "summary.json").write_text(json.dumps({**summary, "epoch": 6}))
+    assert len(collect([tmp_path]).runs[0].metrics) == 6
+    lines = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_bytes(b"".join(lines[:4]))
+    with pytest.raises(ValueError, match=r"seed0: finished with 6 epochs, but 4 are left .* remove summary.json"):
+        collect([tmp_path])
+
+
+def test_no_two_lines_of_a_panel_look_alike() -> None:
+    """The seventh had the first one's colour and dash."""
+    most = max(len(panel.cells) for e in EXPERIMENTS for panel in e.panels)
+    assert most > 6
+    for count in (most, 36):
+        assert len({legend_key(slot) for slot in range(count)}) == count
+    series = tuple(Series(f"run {i}", ((1.0, 5.0 + i, 5.0, 6.0), (2.0, 3.0 + i, 3.0, 4.0)), i) for i in range(most))
+    drawn = svg(Chart("title", "error", series), standalone=True)
+    lines = [re.sub(r'points="[^"]*"', "", line) for line in re.findall(r"<polyline[^>]*>", drawn)]
+    assert len({*lines}) == most
+    assert lines[:most] == lines[most:]  # each line and its key in the legend
 
 
 def test_the_line_is_where_the_numbers_are() -> None:

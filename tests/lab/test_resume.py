@@ -200,6 +200,14 @@ def test_a_damaged_checkpoint_takes_no_good_ones_place(tmp_path: Path, keep: int
     assert [e for e, _ in checkpoint.epochs(tmp_path)] == [10, 15][-keep:]
 
 
+def test_a_checkpoint_of_something_else_is_told(tmp_path: Path) -> None:
+    for number, foreign in enumerate(({"weights": 1}, {"config": "another"}, [1])):
+        (tmp_path / str(number) / "checkpoints").mkdir(parents=True)
+        checkpoint.save(tmp_path / str(number) / "checkpoints", 1, foreign)  # type: ignore[arg-type]
+        with pytest.raises(RunError, match="of another config"):
+            train(small_run(), tmp_path / str(number))
+
+
 def test_random_state_round_trip() -> None:
     import numpy as np
 

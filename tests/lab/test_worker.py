@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -116,9 +116,7 @@ def test_a_stopped_thread_leaves_a_run_that_goes_on(tmp_path: Path) -> None:
 
 
 def _breaks(config: RunConfig, folder: Path, *_: Any, **__: Any) -> None:
-    report = {"kind": "exception", "message": "AcceleratorError: CUDA error: capture\nwith details"}
-    (folder / "error.json").write_text(json.dumps(report))
-    raise RuntimeError("CUDA error: capture")
+    raise RuntimeError("CUDA error: capture\nwith details")
 
 
 def test_a_run_that_fails_beside_others_is_tried_in_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +139,7 @@ def test_a_run_that_fails_beside_others_is_tried_in_a_process(tmp_path: Path, mo
     assert started == [True, False, False]  # the first run twice; the second one is a process at once
     assert [len(rows(job.folder)) for job in jobs] == [2, 2]
     assert runner.messages == [
-        f"{jobs[0].id} seed 0 failed beside other runs (AcceleratorError: CUDA error: capture): "
+        f"{jobs[0].id} seed 0 failed beside other runs (RuntimeError: CUDA error: capture): "
         "it is tried again in a process of its own",
         f"{jobs[0].id} seed 0 finished in a process of its own: all runs from here on have one",
     ]
@@ -174,7 +172,7 @@ def test_a_run_that_fails_in_a_process_too_leaves_the_others_in_threads(
     monkeypatch.setattr(runner._workers._context, "Process", Fails)
     assert [job.id for job in runner.run()] == ["fig1/wd_off"]
     assert tried == [("wd_off", True), ("wd_off", False), ("wd_on", True)]
-    assert jobs[0].reason.startswith("AcceleratorError: CUDA error: capture")
+    assert jobs[0].reason.startswith("exit code 1")  # of the second try
     assert len(runner.messages) == 1
 
 
@@ -188,16 +186,29 @@ def test_an_error_outside_of_the_run_says_its_kind(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(worker, "_train", breaks)
     kinds = []
     while raised:
-        folder = tmp_path / str(len(raised))
-        folder.mkdir()
-        worker._run_in_thread(small_run(), folder, None, threading.Event())
-        kinds.append(json.loads((folder / "error.json").read_text()))
+        kinds.append(worker._run_in_thread(small_run(), tmp_path, None, threading.Event()))
         raised.pop(0)
     assert kinds == [
         {"kind": "exception", "message": "RuntimeError: CUDA error"},
         {"kind": "config", "message": "no such folder"},
         {"kind": "busy", "message": "in use"},
     ]
+    assert not (tmp_path / "error.json").exists()  # the folder may be another run's
+
+
+def test_a_folder_that_cannot_be_written_is_the_reason(tmp_path: Path) -> None:
+    """Neither error.json nor log.txt can say so, and the terminal shows no traceback."""
+    (tmp_path / "run" / "log.txt").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints").write_text("in the way")
+    for threads in (True, False):
+        workers = Workers(1, None, threads=threads)
+        begun = workers.start(small_run(), tmp_path / "run")
+        while begun.running:
+            time.sleep(0.05)
+        told = begun.error()
+        assert told["kind"] == "folder"
+        assert told["message"].startswith(f"cannot write {tmp_path / 'run' / 'checkpoints'}")
+        workers.stop([])
 
 
 def test_text_shares_a_process_unless_its_dropout_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,7 +231,7 @@ class _Process:
 
     exitcode = 0
 
-    def __init__(self, target: Any, args: tuple[dict[str, Any], str, str | None], daemon: bool) -> None:
+    def __init__(self, target: Any, args: tuple[dict[str, Any], str, str | None, Any], daemon: bool) -> None:
         assert target is worker._run_in_process
         self.args = args
 

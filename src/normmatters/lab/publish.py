@@ -11,6 +11,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ def publish(runs: Iterable[str | Path], out: str | Path) -> list[Path]:
 
     Raises:
         ValueError: none has finished; a run lies in a folder of another preset than ``out`` is named after; or ``out``
-            holds a run of the same cell and seed with other settings. Nothing is written then.
+            holds a run of the same cell with other settings, of any seed. Nothing is written then.
     """
     out, found = Path(out), collect(runs).runs
     chosen = [run for run in found if run.finished or run.diverged]
@@ -48,9 +49,12 @@ def publish(runs: Iterable[str | Path], out: str | Path) -> list[Path]:
             raise ValueError(f"{run.path} is of the preset {preset}, not {out.name}: publish it with --preset {preset}")
     files = {run.path: out / run.cell_id / f"seed{run.seed}{PUBLISHED}" for run in chosen}
     for run in chosen:
-        file = files[run.path]
-        if file.exists() and (differs := _config.differences(_run_config(read_published(file)), _run_config(run))):
-            raise ValueError(f"{file} holds a run of other settings than {run.path} ({', '.join(differs)}): remove it")
+        own = _run_config(run)
+        for file in sorted(files[run.path].parent.glob(f"*{PUBLISHED}")):
+            kept = _run_config(read_published(file))
+            if differs := _config.differences(replace(kept, seed=own.seed), own):
+                told = f"{file} holds a run of other settings than {run.path} ({', '.join(differs)})"
+                raise ValueError(f"{told}: remove it")
     for run in chosen:
         file = files[run.path]
         file.parent.mkdir(parents=True, exist_ok=True)

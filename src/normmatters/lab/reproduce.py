@@ -225,9 +225,9 @@ class Runner:
                     self._workers.threads = False
                     self._say(job, "finished in a process of its own: all runs from here on have one")
             else:
-                error = read_json(job.folder / "error.json") or {}
-                job.state, job.reason = "failed", str(error.get("message") or job.worker.how_it_ended())
-                if job.worker.in_thread and self._may_fall_back and error.get("kind") == "exception":
+                error = job.worker.error()
+                job.state, job.reason = "failed", error["message"]
+                if job.worker.in_thread and self._may_fall_back and error["kind"] == "exception":
                     failed = f"failed beside other runs ({job.reason.splitlines()[0]})"
                     self._say(job, f"{failed}: it is tried again in a process of its own")
                     job.state, job.reason, job.alone = "waiting", "", True

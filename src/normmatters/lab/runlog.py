@@ -204,7 +204,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             row = json.loads(line)
         except ValueError:  # the line that was being written when the run was killed
             break
-        if not isinstance(row, dict) or "epoch" not in row:
+        if not isinstance(row, dict) or not isinstance(row.get("epoch"), int):
             break
         rows.append(row)
     return rows

@@ -283,7 +283,7 @@ class _Run:
             if self.shard.rank == 0:
                 self.folder.rewrite([])
             return 0
-        if state["config"] != config_hash(self.config):
+        if not isinstance(state, dict) or state.get("config") != config_hash(self.config):
             raise RunError("checkpoint", f"the checkpoint in {self.folder.checkpoints} is of another config")
         self.model.load_state_dict(state["model"])
         self.regime.load_state_dict(state["regime"])

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import multiprocessing as mp
 import os
 import signal
@@ -21,9 +20,10 @@ import traceback
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 from normmatters.lab import config as _config
 from normmatters.lab.config import TEXT, RunConfig
@@ -34,13 +34,16 @@ _PATIENCE_S = 30  # for a folder that another process is about to leave
 
 
 class Worker(Protocol):
-    """One run that was started; ``in_thread``: in this process."""
+    """One run that was started; ``in_thread``: in this process; ``error``: the kind and message of what ended it.
+
+    The error does not come by way of the run's folder: a full or read-only disk is the error.
+    """
 
     in_thread: bool
 
     @property
     def running(self) -> bool: ...
-    def how_it_ended(self) -> str: ...
+    def error(self) -> dict[str, str]: ...
     def stop(self) -> None: ...
     def wait(self) -> None: ...
 
@@ -73,8 +76,9 @@ class Workers:
             # The pool's threads stay from run to run, and with them what cuDNN found fastest.
             self._pool = self._pool or ThreadPoolExecutor(self.count, thread_name_prefix="run")
             stopped = threading.Event()
-            return _Thread(self._pool.submit(_run_in_thread, config, folder, self.data_dir, stopped), stopped, folder)
-        arguments = (_config.to_dict(config), str(folder), self.data_dir)
+            return _Thread(self._pool.submit(_run_in_thread, config, folder, self.data_dir, stopped), stopped)
+        told, telling = self._context.Pipe(duplex=False)
+        arguments = (_config.to_dict(config), str(folder), self.data_dir, telling)
         process = self._context.Process(target=_run_in_process, args=arguments, daemon=True)  # type: ignore[attr-defined]
         # Ctrl-C is ours to handle; a server that is still importing would answer it with its traceback. (The tracker of
         # resources comes first: to start it unblocks the signal.)
@@ -83,11 +87,12 @@ class Workers:
         try:
             process.start()
         except EOFError:
-            told = "the server of this command's processes was killed while a run was started (out of memory?)"
-            raise OSError(f"{told}: the same command goes on") from None
+            what = "the server of this command's processes was killed while a run was started (out of memory?)"
+            raise OSError(f"{what}: the same command goes on") from None
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        return _Process(process, folder)
+            telling.close()  # here: when the process has gone, nothing more can come
+        return _Process(process, told, folder)
 
     def stop(self, workers: Sequence[Worker]) -> None:
         """End all of them; what they had saved stays."""
@@ -103,18 +108,23 @@ class Workers:
 class _Process:
     in_thread = False
 
-    def __init__(self, process: BaseProcess, folder: Path) -> None:
-        self.process, self.folder = process, folder
+    def __init__(self, process: BaseProcess, told: Connection, folder: Path) -> None:
+        self.process, self.told, self.folder = process, told, folder
 
     @property
     def running(self) -> bool:
         return self.process.exitcode is None
 
-    def how_it_ended(self) -> str:
+    def error(self) -> dict[str, str]:
+        with contextlib.suppress(EOFError):  # it was killed
+            if self.told.poll():
+                told: dict[str, str] = self.told.recv()
+                return told
         code = self.process.exitcode
+        how = f"exit code {code}; see {self.folder / 'log.txt'}"
         if code is not None and code < 0:
-            return f"killed by {signal.Signals(-code).name} (out of memory?)"
-        return f"exit code {code}; see {self.folder / 'log.txt'}"
+            how = f"killed by {signal.Signals(-code).name} (out of memory?)"
+        return {"kind": "killed", "message": how}
 
     def stop(self) -> None:
         self.process.terminate()
@@ -128,15 +138,15 @@ class _Process:
 class _Thread:
     in_thread = True
 
-    def __init__(self, future: Future[None], stopped: threading.Event, folder: Path) -> None:
-        self.future, self.stopped, self.folder = future, stopped, folder
+    def __init__(self, future: Future[dict[str, str]], stopped: threading.Event) -> None:
+        self.future, self.stopped = future, stopped
 
     @property
     def running(self) -> bool:
         return not self.future.done()
 
-    def how_it_ended(self) -> str:
-        return f"{self.future.exception()!r}; see {self.folder / 'log.txt'}"
+    def error(self) -> dict[str, str]:
+        return self.future.result() or {"kind": "killed", "message": "it ended without a result"}
 
     def stop(self) -> None:
         self.stopped.set()
@@ -150,11 +160,13 @@ class _Stopped(BaseException):
     """Ends a thread's run as Ctrl-C would: no error of the run's, so no ``Exception``."""
 
 
-def _run_in_thread(config: RunConfig, folder: Path, data_dir: str | None, stopped: threading.Event) -> None:
+def _run_in_thread(config: RunConfig, folder: Path, data_dir: str | None, stopped: threading.Event) -> dict[str, str]:
+    """What the run failed with; empty where it did not."""
     import torch
 
     from normmatters.lab.gate import gpu
     from normmatters.lab.graph import own_stream
+    from normmatters.lab.runlog import why
 
     def check(_: dict[str, Any]) -> None:
         if stopped.is_set():
@@ -166,39 +178,41 @@ def _run_in_thread(config: RunConfig, folder: Path, data_dir: str | None, stoppe
     try:
         with own:
             _train(config, folder, data_dir, progress=check)
+        return {}
     except Exception as error:
         with contextlib.suppress(OSError), (folder / "log.txt").open("a", encoding="utf-8") as log:
             traceback.print_exc(file=log)
-        _tell(folder, error)
+        return why(error)
     finally:
         with gpu.together():
             gc.collect()  # the run's memory, which the next run may need
 
 
-def _run_in_process(table: dict[str, Any], folder: str, data_dir: str | None) -> None:
+def _run_in_process(table: dict[str, Any], folder: str, data_dir: str | None, telling: Connection) -> None:
     """Silent on the terminal, gone when the parent is."""
+    from normmatters.lab.runlog import why
+
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle: it ends us
     _die_with_parent()
     path = Path(folder)
-    with (path / "log.txt").open("a", encoding="utf-8", buffering=1) as log:
+    with _log(path) as log:
         sys.stdout = sys.stderr = log
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
         try:
             _train(_config.from_dict(table, str(path)), path, data_dir)
         except Exception as error:
-            traceback.print_exc()
-            _tell(path, error)
+            telling.send(why(error))
+            with contextlib.suppress(OSError):  # the disk may be full
+                traceback.print_exc()
             sys.exit(1)
 
 
-def _tell(folder: Path, error: Exception) -> None:
-    """Write why it failed, if the run itself has not."""
-    from normmatters.lab.runlog import read_json, why
-
-    if not read_json(folder / "error.json"):
-        with contextlib.suppress(OSError):
-            (folder / "error.json").write_text(json.dumps(why(error)), encoding="utf-8")
+def _log(folder: Path) -> TextIO:
+    try:
+        return (folder / "log.txt").open("a", encoding="utf-8", buffering=1)
+    except OSError:  # of which the run itself will say more
+        return open(os.devnull, "w", encoding="utf-8")
 
 
 def _train(config: RunConfig, folder: Path, data_dir: str | None, progress: Any = None) -> None:

@@ -44,14 +44,16 @@ def load(folder: Path) -> Splits:
 
 
 def _read(path: Path) -> np.ndarray:
+    again = f"delete the folder {path.parent}, and `normmatters data prepare cifar10` brings all of it"
     try:
         raw = path.read_bytes()
     except FileNotFoundError:
-        raise ValueError(f"CIFAR-10: {path} is missing; `normmatters data prepare cifar10` puts it there") from None
+        raise ValueError(f"CIFAR-10: {path} is missing: {again}") from None
     if len(raw) != _BYTES:
-        raise ValueError(f"CIFAR-10: {path} is truncated or not the file: {len(raw)} bytes, expected {_BYTES}")
+        told = f"is truncated or not the file, with {len(raw)} bytes, expected {_BYTES}"
+        raise ValueError(f"CIFAR-10: {path} {told}: {again}")
     if (got := hashlib.sha256(raw).hexdigest()) != SHA256[path.name]:
-        raise ValueError(f"CIFAR-10: {path} has sha256 {got}, expected {SHA256[path.name]}: the file is damaged")
+        raise ValueError(f"CIFAR-10: {path} has sha256 {got}, expected {SHA256[path.name]}: it is damaged: {again}")
     return np.frombuffer(raw, np.uint8).reshape(-1, _RECORD)
 
 
@@ -79,7 +81,10 @@ def prepare(data_dir: Path, *, url: str = URL) -> Path:
     except OSError as error:
         raise ValueError(f"cannot create the data folder {data_dir}: {error}") from None
     with _locked(data_dir):
-        if (found := find(data_dir)) is not None:
+        found = find(data_dir)
+        if found is None and any((data_dir / FOLDER).glob("*")):
+            found = data_dir / FOLDER  # a part of it: the first file that is missing is told
+        if found is not None:
             for name in SHA256:
                 _read(found / name)
             return found

@@ -298,8 +298,11 @@ def _read(folder: Path) -> Run:
         return value if isinstance(value, dict) else None
 
     config = _whole(table("config.json"), folder / "config.json")
-    rows = read_metrics(folder / "metrics.jsonl")
-    return Run(folder, config, table("environment.json") or {}, rows, table("summary.json"), table("error.json"))
+    rows, summary = read_metrics(folder / "metrics.jsonl"), table("summary.json")
+    if summary is not None and len(rows) < (epochs := summary.get("epoch", 0)):  # their last line is not its result
+        told = f"finished with {epochs} epochs, but {len(rows)} are left in metrics.jsonl"
+        raise ValueError(f"{folder}: {told}; remove summary.json, and its command brings them back")
+    return Run(folder, config, table("environment.json") or {}, rows, summary, table("error.json"))
 
 
 _DATA = {
@@ -357,8 +360,33 @@ def differences(results: Iterable[Result]) -> list[tuple[str, str, str]]:
     for result in results:
         if not result.cell.table and not result.cell.same_as:
             continue
-        here, paper = describe(result.config), describe(_config.to_dict(result.cell.config("full")))
+        full = json.loads(_config.to_json(result.cell.config("full")))
+        here, paper = ({**describe(config), **_others(config)} for config in (result.config, full))
         for key, value in here.items():
             if value != paper[key]:
                 found[(key, value, paper[key])] = None
     return list(found)
+
+
+# Settings that ``describe`` tells, that say where data lie, or that change no number.
+_SAID = {
+    "data": {"name", "dir", "batch_size", "eval_batch_size", "train_size", "resident", "source", "target", "tokens"}
+    | {"train_split", "val_split", "test_split"},
+    "model": {"name", "width", "layers", "d_model", "fuse"},
+    "optim": {"name", "lr", "weight_decay", "milestones", "gamma", "epochs", "reference"},
+    "precision": {"amp"},
+}
+
+
+def _others(config: dict[str, Any]) -> dict[str, str]:
+    """All other settings, by their own names."""
+
+    def word(value: Any) -> str:
+        if value is None or isinstance(value, bool):
+            return {None: "usual", True: "yes", False: "no"}[value]
+        return f"{value:g}" if isinstance(value, float) else str(value)
+
+    kept = (
+        (key, value) for section, said in _SAID.items() for key, value in config[section].items() if key not in said
+    )
+    return {key.replace("_", " "): word(value) for key, value in kept}

@@ -151,13 +151,18 @@ def svg(chart: Chart, *, standalone: bool = False, id: str = "chart") -> str:
     )
 
 
+def _dash(slot: int) -> str:
+    """The colours come again after six, each with another dash."""
+    return DASHES[(slot + slot // 6) % 6]
+
+
 def legend_key(slot: int) -> str:
     """A short piece of the line of ``slot``, for a legend in HTML."""
     return f'<svg class="key" viewBox="0 0 28 10" aria-hidden="true"><path d="M1 5H27"{_stroke(slot)}/></svg>'
 
 
 def _stroke(slot: int) -> str:
-    dash = DASHES[slot % 6]
+    dash = _dash(slot)
     return (f' stroke-dasharray="{dash}"' if dash else "") + f' style="stroke:var(--s{slot % 6})"'
 
 
@@ -194,7 +199,7 @@ def png(chart: Chart, path: Path) -> None:
         if not s.points:
             continue
         x, mean, low, high = zip(*s.points, strict=True)
-        dash = DASHES[s.slot % 6]
+        dash = _dash(s.slot)
         style = (0, tuple(float(d) for d in dash.split())) if dash else "-"
         axes.plot(x, mean, color=LIGHT[s.slot % 6], linestyle=style, linewidth=1.7, label=s.label)
         axes.fill_between(x, low, high, color=LIGHT[s.slot % 6], alpha=0.13, linewidth=0)

@@ -108,7 +108,9 @@ def _noise(x: Number, y: Number) -> float | None:
 
 def _diverges(claim: Claim, a: Result, b: Result) -> Verdict:
     if a.diverged:
-        return Verdict(claim, "holds", f"loss not finite after {len(a.curve('error'))} epochs")
+        ended = [len(run.metrics) for run in a.done if run.diverged]
+        which = f", in {len(ended)} of {len(a.done)} seeds" if len(ended) < len(a.done) else ""
+        return Verdict(claim, "holds", f"loss not finite after {min(ended)} epochs{which}")
     x, y = a.final(claim.metric), b.final(claim.metric)
     if x is None or y is None:
         return Verdict(claim, "open", "no accuracy recorded")
