@@ -21,7 +21,7 @@ from normmatters.lab import config as _config
 from normmatters.lab.config import TEXT, RunConfig
 from normmatters.lab.experiments import check_data, check_preset, load_cell, load_cells
 from normmatters.lab.memory import check_memory
-from normmatters.lab.runlog import RunFolder, has_results, read_json
+from normmatters.lab.runlog import RunFolder, has_results
 from normmatters.lab.worker import Worker, Workers
 
 __all__ = ["Job", "Runner", "check_memory", "plan", "run_folder"]
