@@ -39,6 +39,8 @@ from blocks import (
     OptionalArgument,
     OwnCopy,
     Relu6,
+    ReluInSequential,
+    ReluInSequentials,
     ReluMethod,
     ResidualIsFused,
     ResidualLeft,
@@ -106,6 +108,18 @@ def fusion_of(block: nn.Module, name: str = "bn") -> tuple[str, str]:
 )
 def test_fuses(cls: type[Block], kind: str) -> None:
     assert fusion_of(cls()) == (kind, "")
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "fusion"),
+    [
+        (ReluInSequential, "bn", ("", "Sequential follows it, not a ReLU")),
+        (ReluInSequentials, "bn", ("relu", "")),
+        (ReluInSequentials, "first.1", ("", "Sequential follows it, not a ReLU")),
+    ],
+)
+def test_a_relu_that_a_sequential_keeps(make: type[Block], name: str, fusion: tuple[str, str]) -> None:
+    assert fusion_of(make(), name) == fusion
 
 
 def test_residual_of_a_wider_dtype_promotes_as_the_add_did() -> None:
