@@ -286,3 +286,23 @@ class ReluInSequentials(ReluInSequential):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.then(F.relu(self.bn(self.conv(x))) + self.first(x))
+
+
+class AddInto(Block):
+    """The add does not promote: the output is of the norm's dtype."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.bn(self.conv(x))
+        out += x
+        return self.relu(out)
+
+
+class AddIntoShortcut(AddInto):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shortcut = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.Softplus())
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.bn(self.conv(x))
+        out += self.shortcut(x).float()
+        return self.relu(out)

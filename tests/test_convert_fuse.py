@@ -7,11 +7,13 @@ import random
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.testing import assert_close
 
 from blocks import (
+    AddInto,
+    AddIntoShortcut,
     AddItself,
     AddNumber,
     AddUsedTwice,
@@ -120,6 +122,25 @@ def test_fuses(cls: type[Block], kind: str) -> None:
 )
 def test_a_relu_that_a_sequential_keeps(make: type[Block], name: str, fusion: tuple[str, str]) -> None:
     assert fusion_of(make(), name) == fusion
+
+
+@pytest.mark.parametrize("cls", [AddInto, AddIntoShortcut, MethodAdd, ResidualLeft])
+@pytest.mark.parametrize("training", [True, False])
+def test_under_autocast_the_dtype_is_that_of_the_add(cls: type[Block], training: bool) -> None:
+    original = nn.Sequential(cls(), cls()).train(training)
+    report = ConversionReport()
+    model = convert(copy.deepcopy(original), "l2", report=report)
+    assert [change.fused for change in report.fused] == ["add + relu"] * 2
+    results = []
+    for each in (original, model):
+        x = torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            output = each(x)
+        output.float().square().sum().backward()
+        results.append((output, x.grad))
+    assert_close(results[1], results[0], rtol=0.1, atol=0.1)  # and of one dtype
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        assert fx.symbolic_trace(model)(x).dtype == output.dtype
 
 
 def test_residual_of_a_wider_dtype_promotes_as_the_add_did() -> None:

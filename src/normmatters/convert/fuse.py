@@ -425,7 +425,8 @@ def _rewrite(block: nn.Module, graph: fx.Graph, match: _Match, shortcuts: list[n
         residual = pending
     with graph.inserting_before(match.add):
         norm = graph.create_node("get_attr", str(match.norm.target))
-        fused = graph.call_function(function, (norm, match.norm.args[0], residual))
+        in_place: dict[str, Any] = {"in_place": True} if match.add.target in _ADDS_IN_PLACE else {}
+        fused = graph.call_function(function, (norm, match.norm.args[0], residual), in_place)
     match.relu.replace_all_uses_with(fused)
     # identities come in order, before or behind the add: erase from the ReLU backwards
     for node in sorted((match.relu, match.add, match.norm, *match.identities), reverse=True):
