@@ -205,6 +205,22 @@ def test_a_view_of_the_input_that_is_changed_before_the_add() -> None:
     assert [change.note for change in report.changes] == ["its input is used again before the add"]
 
 
+class TwoInputs(Block):
+    def forward(self, x: Tensor, skip: Tensor) -> Tensor:
+        return torch.relu(self.bn(x) + self.relu(skip))
+
+
+def test_two_inputs_may_be_one_tensor_that_is_changed_before_the_add() -> None:
+    block = TwoInputs()
+    block.relu.inplace = True
+    converted = convert(copy.deepcopy(block), "l2")
+    for training in (True, False):
+        given = [torch.linspace(-1, 2, 96).view(2, 3, 4, 4) for _ in range(2)]
+        with torch.no_grad():
+            results = [model.train(training)(x, x) for model, x in zip((block, converted), given)]
+        assert_close(results[1], results[0])
+
+
 def test_tracing_leaves_no_mark() -> None:
     for cls in (Counts, CountsInBuffer, Keeps, Constant, Draws, DrawsTorch):
         block = cls()
