@@ -264,3 +264,45 @@ class BothNorms(Block):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.relu(self.bn(self.conv(x)) + self.other(x))
+
+
+class ReluInSequential(Block):
+    """The ReLU behind the add is the first module of a Sequential that ends in a norm, which no ReLU follows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.then = nn.Sequential(nn.ReLU(), nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.then(self.bn(self.conv(x)) + x)
+
+
+class ReluInSequentials(ReluInSequential):
+    """And so is the norm before it the end of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.then(F.relu(self.bn(self.conv(x))) + self.first(x))
+
+
+class AddInto(Block):
+    """The add does not promote: the output is of the norm's dtype."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.bn(self.conv(x))
+        out += x
+        return self.relu(out)
+
+
+class AddIntoShortcut(AddInto):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shortcut = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.Softplus())
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.bn(self.conv(x))
+        out += self.shortcut(x).float()
+        return self.relu(out)

@@ -7,11 +7,13 @@ import random
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.testing import assert_close
 
 from blocks import (
+    AddInto,
+    AddIntoShortcut,
     AddItself,
     AddNumber,
     AddUsedTwice,
@@ -39,6 +41,8 @@ from blocks import (
     OptionalArgument,
     OwnCopy,
     Relu6,
+    ReluInSequential,
+    ReluInSequentials,
     ReluMethod,
     ResidualIsFused,
     ResidualLeft,
@@ -108,6 +112,37 @@ def test_fuses(cls: type[Block], kind: str) -> None:
     assert fusion_of(cls()) == (kind, "")
 
 
+@pytest.mark.parametrize(
+    ("make", "name", "fusion"),
+    [
+        (ReluInSequential, "bn", ("", "Sequential follows it, not a ReLU")),
+        (ReluInSequentials, "bn", ("relu", "")),
+        (ReluInSequentials, "first.1", ("", "Sequential follows it, not a ReLU")),
+    ],
+)
+def test_a_relu_that_a_sequential_keeps(make: type[Block], name: str, fusion: tuple[str, str]) -> None:
+    assert fusion_of(make(), name) == fusion
+
+
+@pytest.mark.parametrize("cls", [AddInto, AddIntoShortcut, MethodAdd, ResidualLeft])
+@pytest.mark.parametrize("training", [True, False])
+def test_under_autocast_the_dtype_is_that_of_the_add(cls: type[Block], training: bool) -> None:
+    original = nn.Sequential(cls(), cls()).train(training)
+    report = ConversionReport()
+    model = convert(copy.deepcopy(original), "l2", report=report)
+    assert [change.fused for change in report.fused] == ["add + relu"] * 2
+    results = []
+    for each in (original, model):
+        x = torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            output = each(x)
+        output.float().square().sum().backward()
+        results.append((output, x.grad))
+    assert_close(results[1], results[0], rtol=0.1, atol=0.1)  # and of one dtype
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        assert fx.symbolic_trace(model)(x).dtype == output.dtype
+
+
 def test_residual_of_a_wider_dtype_promotes_as_the_add_did() -> None:
     model = convert(MethodAdd().eval(), "l2")
     model.bn.bfloat16()
@@ -168,6 +203,22 @@ def test_a_view_of_the_input_that_is_changed_before_the_add() -> None:
     report = ConversionReport()
     assert_close(convert(block, "l2", report=report)(x), expected)
     assert [change.note for change in report.changes] == ["its input is used again before the add"]
+
+
+class TwoInputs(Block):
+    def forward(self, x: Tensor, skip: Tensor) -> Tensor:
+        return torch.relu(self.bn(x) + self.relu(skip))
+
+
+def test_two_inputs_may_be_one_tensor_that_is_changed_before_the_add() -> None:
+    block = TwoInputs()
+    block.relu.inplace = True
+    converted = convert(copy.deepcopy(block), "l2")
+    for training in (True, False):
+        given = [torch.linspace(-1, 2, 96).view(2, 3, 4, 4) for _ in range(2)]
+        with torch.no_grad():
+            results = [model.train(training)(x, x) for model, x in zip((block, converted), given)]
+        assert_close(results[1], results[0])
 
 
 def test_tracing_leaves_no_mark() -> None:

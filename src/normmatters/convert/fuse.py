@@ -214,6 +214,16 @@ def _plan_traced(
         for norm in matches:
             plan.notes[norm] = f"{type(block).__name__} defines its own copying, so its forward stays"
         return
+    through: set[nn.Module] = set()
+    if slots is None and tails:  # go through the Sequentials that a fused norm ends, call the others whole
+        before: set[nn.Module] = set()
+        while matches.keys() != before:  # what is behind a norm may be in one that is called whole
+            before = set(matches)
+            through = {module for norm in before for module in tails.get(norm, ())}
+            traces = _trace(block, through)
+            matches = _matches(block, traces, before, plan)
+        if not matches:
+            return
     plan.fused.update({norm: pair[0].kind for norm, pair in matches.items()})
     _plan_pools(block, Counter(called), {norm: matches[norm] for norm in pooling & matches.keys()}, paths, plan)
     if slots is not None:
@@ -222,10 +232,6 @@ def _plan_traced(
             relus = {_module(block, match.relu) for match in pair}
             plan.guard(block, norm, [(owner, name) for owner, name in slots if owner._modules[name] in relus])
         return
-    through = {module for norm in matches for module in tails.get(norm, ())}
-    if tails:  # go through the Sequentials that a fused norm ends, call the others whole
-        traces = _trace(block, through)
-        matches = _matches(block, traces, set(matches), plan)
     pools = {path: value for norm in matches for path, value in plan.pool_guards(block, norm).items()}
     guards = [trace.guards | _built_of(block, through, matches.values()) | pools for trace in traces]
     shortcuts = [around[0] for around in tails.values()]
@@ -419,7 +425,8 @@ def _rewrite(block: nn.Module, graph: fx.Graph, match: _Match, shortcuts: list[n
         residual = pending
     with graph.inserting_before(match.add):
         norm = graph.create_node("get_attr", str(match.norm.target))
-        fused = graph.call_function(function, (norm, match.norm.args[0], residual))
+        in_place: dict[str, Any] = {"in_place": True} if match.add.target in _ADDS_IN_PLACE else {}
+        fused = graph.call_function(function, (norm, match.norm.args[0], residual), in_place)
     match.relu.replace_all_uses_with(fused)
     # identities come in order, before or behind the add: erase from the ReLU backwards
     for node in sorted((match.relu, match.add, match.norm, *match.identities), reverse=True):

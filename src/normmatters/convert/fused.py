@@ -249,14 +249,14 @@ def _flat(module: nn.Module) -> list[nn.Module]:
     return [inner for child in module._modules.values() for inner in _flat(child)]
 
 
-def norm_add_relu(norm: Any, input: Tensor, residual: Tensor) -> Tensor:
+def norm_add_relu(norm: Any, input: Tensor, residual: Tensor, in_place: bool = False) -> Tensor:
     """relu(norm(input) + residual), in one operation where nothing is broadcast or promoted.
 
     The shapes are not known when a block is traced, and an add may broadcast where the fused operation must not.
-    ``norm`` has ``act="relu"``.
+    An add ``in_place``, into the norm's output, does not promote (under autocast). ``norm`` has ``act="relu"``.
     """
     if isinstance(input, fx.Proxy):
-        return function_call(norm_add_relu, norm, input, residual)  # type: ignore[no-any-return]
+        return function_call(norm_add_relu, norm, input, residual, in_place)  # type: ignore[no-any-return]
     if residual.shape == input.shape and residual.dtype == input.dtype:
         return norm(input, residual)  # type: ignore[no-any-return]
     act, norm.act = norm.act, None
@@ -264,7 +264,7 @@ def norm_add_relu(norm: Any, input: Tensor, residual: Tensor) -> Tensor:
         output = norm(input)
     finally:
         norm.act = act
-    return torch.relu(output + residual)
+    return torch.relu(output.add_(residual) if in_place else output + residual)
 
 
 def watched(module: nn.Module) -> bool:
@@ -274,12 +274,12 @@ def watched(module: nn.Module) -> bool:
 
 
 def linked_norm_add_relu(
-    norm: Any, input: Tensor, residual: Tensor, link: Tensor | None, wanted: bool
+    norm: Any, input: Tensor, residual: Tensor, link: Tensor | None, wanted: bool, in_place: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """:func:`norm_add_relu` and, if ``wanted``, the link to its output; ``link`` is the residual's."""
     own = type(norm).forward is not _LpBatchNorm.forward
     if own or residual.shape != input.shape or residual.dtype != input.dtype or watched(norm):
-        return norm_add_relu(norm, input, residual), None
+        return norm_add_relu(norm, input, residual, in_place), None
     return norm.forward_linked(input, residual, link, wanted)  # type: ignore[no-any-return]
 
 
@@ -311,20 +311,22 @@ def _in_a_row(module: nn.Module) -> list[Any]:
     return [module] if module._compiled_call_impl is not None else [m for inner in module for m in _in_a_row(inner)]
 
 
-def norm_norm_add_relu(norm: Any, input: Tensor, pending: Pending) -> Tensor:
+def norm_norm_add_relu(norm: Any, input: Tensor, pending: Pending, in_place: bool = False) -> Tensor:
     """relu(norm(input) + shortcut), in one operation where the shortcut's norm fits; ``norm`` has ``act="relu"``."""
     other, value = pending
     if not watched(norm) and twin.fit(norm, input, other, value):
         return twin.twin_batch_norm(norm, input, other, value)[0]
-    return norm_add_relu(norm, input, value if other is None else other(value))
+    return norm_add_relu(norm, input, value if other is None else other(value), in_place)
 
 
-def linked_norm_norm_add_relu(norm: Any, input: Tensor, pending: Pending, wanted: bool) -> tuple[Tensor, Tensor | None]:
+def linked_norm_norm_add_relu(
+    norm: Any, input: Tensor, pending: Pending, wanted: bool, in_place: bool = False
+) -> tuple[Tensor, Tensor | None]:
     """:func:`norm_norm_add_relu` and, if ``wanted``, the link to its output."""
     other, value = pending
     if not watched(norm) and twin.fit(norm, input, other, value):
         return twin.twin_batch_norm(norm, input, other, value, linked=wanted)
-    return linked_norm_add_relu(norm, input, value if other is None else other(value), None, wanted)
+    return linked_norm_add_relu(norm, input, value if other is None else other(value), None, wanted, in_place)
 
 
 class _Through(torch.autograd.Function):
@@ -367,9 +369,10 @@ def with_links(graph: fx.Graph) -> tuple[fx.Graph | None, bool]:
             added.update_arg(1, linked.call_function(through_link, (x, link)))
     with linked.inserting_before(end):
         if end.target is norm_norm_add_relu:
-            pair = linked.call_function(linked_norm_norm_add_relu, (*end.args, wanted))
+            pair = linked.call_function(linked_norm_norm_add_relu, (*end.args, wanted), end.kwargs)
         else:
-            pair = linked.call_function(linked_norm_add_relu, (*end.args, link if takes_link else None, wanted))
+            arguments = (*end.args, link if takes_link else None, wanted)
+            pair = linked.call_function(linked_norm_add_relu, arguments, end.kwargs)
     end.replace_all_uses_with(pair)
     linked.erase_node(end)
     linked.output(pair)

@@ -38,9 +38,9 @@ def _is_in_place(block: nn.Module, node: fx.Node) -> bool:
     return named or node.target in OPERATORS or bool(node.kwargs.get("inplace"))
 
 
-def _origins(block: nn.Module, nodes: list[fx.Node]) -> set[fx.Node]:
-    """The nodes whose memory these may be views of."""
-    found: set[fx.Node] = set()
+def _origins(block: nn.Module, nodes: list[fx.Node]) -> set[fx.Node | str]:
+    """The nodes whose memory these may be views of; the block's inputs are one, for they may be one tensor."""
+    found: set[fx.Node | str] = set()
     seen: set[fx.Node] = set()
     while nodes:
         node, *nodes = nodes
@@ -49,7 +49,7 @@ def _origins(block: nn.Module, nodes: list[fx.Node]) -> set[fx.Node]:
         seen.add(node)
         fresh = node.op == "call_module" and isinstance(block.get_submodule(str(node.target)), _FRESH)
         if fresh or not node.all_input_nodes:
-            found.add(node)
+            found.add(node.op if node.op == "placeholder" else node)
         else:
             nodes += node.all_input_nodes
     return found
