@@ -21,6 +21,17 @@ from normmatters.convert import ConversionReport, convert, fold
 from normmatters.convert.fused import FusedBlock
 
 
+def left_alone(make: Callable[[], Any], reason: str) -> tuple[Any, Any]:
+    """A converted block whose forward could not be traced, for this reason, and its twin that was not converted."""
+    block, original = make(), make()
+    original.load_state_dict(block.state_dict())
+    report = ConversionReport()
+    convert(block, "l2", report=report)
+    told = f"{type(original).__name__} cannot be traced: its forward {reason}"
+    assert [change.note for change in report.changes] == [told]
+    return block, original
+
+
 class Stores(Block):
     """Its forward does something beside its output, which is told it from outside."""
 
@@ -58,11 +69,7 @@ class Stores(Block):
     ],
 )
 def test_what_forward_stores_is_stored_after_the_conversion_too(effect: Callable[..., Any], reason: str) -> None:
-    block, original = Stores(effect), Stores(effect)
-    original.load_state_dict(block.state_dict())
-    report = ConversionReport()
-    convert(block, "l2", report=report)
-    assert [change.note for change in report.changes] == [f"Stores cannot be traced: its forward {reason}"]
+    block, original = left_alone(lambda: Stores(effect), reason)
     x = torch.randn(2, 3, 4, 4)
     for model in (block, original):
         model(x)
@@ -102,11 +109,7 @@ ASKS = "asks for the gradient or autocast mode"
     ],
 )
 def test_a_choice_of_forward_is_not_made_once_for_all(choose: Callable[[Any], bool], reason: str) -> None:
-    block, original = Chooses(choose), Chooses(choose)
-    original.load_state_dict(block.state_dict())
-    report = ConversionReport()
-    convert(block, "l2", report=report)
-    assert [change.note for change in report.changes] == [f"Chooses cannot be traced: its forward {reason}"]
+    block, original = left_alone(lambda: Chooses(choose), reason)
     x = torch.randn(2, 3, 4, 4)
     for mode in (torch.no_grad(), torch.inference_mode(), torch.autocast("cpu"), *[torch.enable_grad()] * 5):
         with mode:

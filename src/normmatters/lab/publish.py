@@ -48,11 +48,14 @@ def publish(runs: Iterable[str | Path], out: str | Path) -> list[Path]:
         if {preset, out.name} <= {*PRESETS} and preset != out.name:
             raise ValueError(f"{run.path} is of the preset {preset}, not {out.name}: publish it with --preset {preset}")
     files = {run.path: out / run.cell_id / f"seed{run.seed}{PUBLISHED}" for run in chosen}
+    kept = {
+        folder: [(file, _run_config(read_published(file))) for file in sorted(folder.glob(f"*{PUBLISHED}"))]
+        for folder in {file.parent for file in files.values()}
+    }
     for run in chosen:
         own = _run_config(run)
-        for file in sorted(files[run.path].parent.glob(f"*{PUBLISHED}")):
-            kept = _run_config(read_published(file))
-            if differs := _config.differences(replace(kept, seed=own.seed), own):
+        for file, settings in kept[files[run.path].parent]:
+            if differs := _config.differences(replace(settings, seed=own.seed), own):
                 told = f"{file} holds a run of other settings than {run.path} ({', '.join(differs)})"
                 raise ValueError(f"{told}: remove it")
     for run in chosen:
