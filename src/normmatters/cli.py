@@ -105,7 +105,7 @@ def reproduce(
         typer.Argument(
             metavar="NAME...",
             help="fig1 fig2 fig3 fig4 supp1 supp2 table1 table2 lp_weight_norm speed l1_gap lean resnet56_norms, "
-            "or all.",
+            "one cell such as fig1/wd_off, or all.",
         ),
     ],
     preset: Annotated[

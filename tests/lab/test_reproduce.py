@@ -48,6 +48,8 @@ def test_a_plan_has_each_run_once_and_references_first(tmp_path: Path) -> None:
     assert "table2/resnet56_l2" not in ids
     alone = plan(["fig1"], "quick", tmp_path)
     assert {job.id for job in alone if job.needs} == {"fig1/corrected", "fig1/norm_schedule"}
+    cells = plan(["table2/resnet56_l2", "fig1/corrected", "fig1/wd_off"], "quick", tmp_path)
+    assert [job.id for job in cells] == ["table1/resnet56_bn", "fig1/wd_on", "fig1/corrected", "fig1/wd_off"]
 
 
 def test_a_folder_of_other_settings_is_left_alone_if_it_has_results(tmp_path: Path) -> None:
@@ -68,6 +70,8 @@ def test_a_plan_that_cannot_be_is_refused(tmp_path: Path) -> None:
         plan(["fig1"], "quick", tmp_path, overrides=["optim.reference=wd_on"])
     with pytest.raises(ValueError, match=r"fig1/angular and fig1/wd_on would both run in .*fig1/x/seed0"):
         plan(["fig1"], "quick", tmp_path, overrides=["cell=x"])
+    with pytest.raises(ValueError, match="resnet56_norms/range is not run at the preset quick: try cifar, short, full"):
+        plan(["fig1", "resnet56_norms/range"], "quick", tmp_path)
     with pytest.raises(ValueError, match="no data set 'cifar'; did you mean 'cifar10'"):
         plan(["supp2"], "quick", tmp_path, data="cifar")
     with pytest.raises(ValueError, match="'numbers' is text, which no cell of fig1 is trained on"):

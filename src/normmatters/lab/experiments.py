@@ -168,11 +168,18 @@ def load_cell(id: str) -> Cell:
     return load_file(path)
 
 
-def load_cells(experiments: Iterable[str] = ()) -> list[Cell]:
-    """All cells of the named experiments (all of them when none is named), in the paper's order."""
+def load_cells(names: Iterable[str] = ()) -> list[Cell]:
+    """The cells of the named experiments, or those named ``"experiment/cell"``, in the paper's order; all if none is.
+
+    >>> [cell.id for cell in load_cells(["lp_weight_norm", "fig1/wd_on"])]
+    ['lp_weight_norm/l1', 'lp_weight_norm/l2', 'lp_weight_norm/linf', 'fig1/wd_on']
+    """
     cells = []
-    for experiment in list(experiments) or experiment_names():
-        if experiment not in (names := experiment_names()):
-            raise ValueError(f"no experiment {experiment!r}{suggest(experiment, [*names, 'all'])}")
-        cells += [load_cell(f"{experiment}/{p.stem}") for p in sorted((folder() / experiment).glob("[!_]*.toml"))]
+    for name in list(names) or experiment_names():
+        if "/" in name:
+            cells.append(load_cell(name))
+            continue
+        if name not in (known := experiment_names()):
+            raise ValueError(f"no experiment {name!r}{suggest(name, [*known, 'all'])}")
+        cells += [load_cell(f"{name}/{p.stem}") for p in sorted((folder() / name).glob("[!_]*.toml"))]
     return cells

@@ -76,10 +76,10 @@ def plan(
     overrides: Iterable[str] = (),
     data: str | None = None,
 ) -> list[Job]:
-    """All runs of the experiments, each once, those that others need first. Finished ones are marked ``done``.
+    """All runs of the experiments (or cells: ``fig1/wd_on``), each once, those that others need first.
 
-    ``data`` replaces the set of images (or of text) by another one of its kind. A folder that holds a run of other
-    settings is an error: nothing is overwritten and nothing is mixed.
+    Finished ones are marked ``done``. ``data`` replaces the set of images (or of text) by another one of its kind. A
+    folder that holds a run of other settings is an error: nothing is overwritten and nothing is mixed.
     """
     if seeds < 1:
         raise ValueError(f"seeds must be at least 1, got {seeds}")
@@ -87,6 +87,9 @@ def plan(
     if data is not None:
         check_data(data)
     experiments, out, overrides = list(experiments), Path(out), list(overrides)
+    for name in experiments:
+        if "/" in name and preset not in (only := load_cell(name).only):
+            raise ValueError(f"{name} is not run at the preset {preset}: try {', '.join(only)}")
     wanted = list(dict.fromkeys(cell.source for cell in load_cells(experiments) if preset in cell.only))
     if not wanted:
         raise ValueError(f"no cell of {', '.join(experiments)} is run at the preset {preset}: try short, cifar or full")
