@@ -76,6 +76,26 @@ def test_a_conversion_is_compared_layer_by_layer() -> None:
     assert dispatch.batch_norm_backend(x).name == "hand-derived"  # the dispatcher is itself again
 
 
+def test_a_pool_is_counted_for_the_norm_that_took_it_over() -> None:
+    class Stems(nn.Module):  # pools in another order than norms
+        def __init__(self) -> None:
+            super().__init__()
+            self.thin, self.wide = nn.BatchNorm2d(4), nn.BatchNorm2d(16)
+            self.wide_pool, self.thin_pool = nn.MaxPool2d(3, 2, 1), nn.MaxPool2d(3, 2, 1)
+
+        def forward(self, thin: Tensor, wide: Tensor) -> tuple[Tensor, Tensor]:
+            return self.thin_pool(self.thin(thin).relu()), self.wide_pool(self.wide(wide).relu())
+
+    ghosts = Ghosts()
+    model = Stems()
+    x = tuple(torch.randn(4, n, 8, 8).to(memory_format=torch.channels_last).requires_grad_() for n in (4, 16))
+    converted = nm.convert(ghosts.of(model), "l1")
+    assert [converted.thin.pool, converted.wide.pool] == ["max", "max"]
+    layers, _, total = ghosts.compare(ghosts.of(model), converted, x)
+    assert total.now == layers["thin"].now + layers["wide"].now
+    assert layers["wide"].now == 4 * layers["thin"].now
+
+
 def test_activations_in_half_precision_take_half() -> None:
     model, x = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8)), torch.randn(16, 6)
     whole, half = (Ghosts(dtype) for dtype in (torch.float32, torch.float16))

@@ -69,7 +69,12 @@ class Ghosts:
         for t in (leaf for module in model.modules() for leaf in tree_leaves(vars(module)) if isinstance(leaf, Tensor)):
             ghost = self._tensor(t)
             memo[id(t)] = nn.Parameter(ghost, t.requires_grad) if isinstance(t, nn.Parameter) else ghost
-        return copy.deepcopy(model, memo).train()
+        try:
+            return copy.deepcopy(model, memo).train()
+        except TypeError as error:  # a lock, an open file
+            raise ValueError(
+                f"the model must allow copy.deepcopy, to be looked at without touching it: {error}"
+            ) from error
 
     def _tensor(self, t: Tensor) -> Tensor:
         dtype = self.dtype if self.dtype is not None and t.is_floating_point() else t.dtype
@@ -81,9 +86,11 @@ class Ghosts:
     ) -> tuple[dict[str, Kept], dict[str, tuple[int, ...]], Kept]:
         """Bytes by layer, input shapes by layer, and the whole model's bytes; ``after`` is ``before`` converted."""
         now, inputs = self.keeps(before, example_input)
-        # What a pool keeps is counted for the norm that took it over: after the conversion they are one.
-        pooling = [name for name, m in after.named_modules() if isinstance(m, _LpBatchNorm) and m.pool is not None]
-        pools = [name for name, m in after.named_modules() if isinstance(m, FusedMaxPool2d)]
+        # What a pool keeps is counted for the norm that took it over: after the conversion they are one. The inputs are
+        # in the order of the pass, in which a norm and its pool come alike.
+        passed = [(name, after.get_submodule(name)) for name in inputs]
+        pooling = [name for name, m in passed if isinstance(m, _LpBatchNorm) and m.pool is not None]
+        pools = [name for name, m in passed if isinstance(m, FusedMaxPool2d)]
         for norm, pool in zip(pooling, pools):
             now[norm] = now.get(norm, 0) + now.pop(pool, 0)
         exact: dict[str, int] | None = None
