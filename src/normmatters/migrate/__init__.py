@@ -2,7 +2,7 @@
 
 Known are the layers of the authors' repository (``norm_matters``: batch norms that keep the inverse scale, mean-only
 batch norm, both forms of bounded weight norm) and ``torch``'s weight norm in its two layouts. Checkpoints of
-``torch.nn``'s norms need nothing: keys and meaning are the same, so ``model.load_state_dict`` is all.
+``torch.nn``'s batch norms need nothing: keys and meaning are the same, so ``model.load_state_dict`` is all.
 """
 
 from __future__ import annotations
