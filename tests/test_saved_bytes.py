@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import normmatters as nm
 from models import ResNet, batch
@@ -74,6 +75,19 @@ def test_a_conversion_is_compared_layer_by_layer() -> None:
     assert layers["0"] == layers["0"]._replace(exact=layers["0"].now, lean=layers["0"].now)
     assert total.saved == norm.saved == norm.now - norm.lean
     assert dispatch.batch_norm_backend(x).name == "hand-derived"  # the dispatcher is itself again
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_norm_that_is_lean_already_is_counted_as_exact_and_lean(device: str) -> None:
+    with FakeTensorMode():  # a GPU is not needed
+        model = nn.Sequential(nm.L1BatchNorm2d(4, act="relu", memory="lean", device=device), nn.Conv2d(4, 4, 1))
+    ghosts = Ghosts()
+    x = torch.randn(8, 4, 4, 4, requires_grad=True)
+    norm = ghosts.compare(ghosts.of(model), ghosts.of(model), x)[0]["0"]
+    assert norm.exact is not None
+    assert norm.lean is not None
+    assert norm.exact - norm.lean == 4 * x.numel()
+    assert (norm.now == norm.lean) == (device == "cuda")  # on a CPU there are no kernels that keep less
 
 
 def test_a_pool_is_counted_for_the_norm_that_took_it_over() -> None:

@@ -61,9 +61,11 @@ class Ghosts:
     def __init__(self, dtype: torch.dtype | None = None) -> None:
         self.dtype = dtype
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.on_gpu = False  # whether the last model was
 
     def of(self, model: nn.Module) -> nn.Module:
         """A copy of the model in training mode; no tensor of it is copied."""
+        self.on_gpu = any(t.is_cuda for t in [*model.parameters(), *model.buffers()])
         memo: dict[int, Any] = {}
         # Computed tensors too, which no copy could be made of: a hook's weight, a cache.
         for t in (leaf for module in model.modules() for leaf in tree_leaves(vars(module)) if isinstance(leaf, Tensor)):
@@ -85,7 +87,9 @@ class Ghosts:
         self, before: nn.Module, after: nn.Module, example_input: Any
     ) -> tuple[dict[str, Kept], dict[str, tuple[int, ...]], Kept]:
         """Bytes by layer, input shapes by layer, and the whole model's bytes; ``after`` is ``before`` converted."""
-        now, inputs = self.keeps(before, example_input)
+        kernels = self.on_gpu and not backends.TRITON_MISSING
+        with _kernels_everywhere() if kernels else contextlib.nullcontext():  # norms that are ours already
+            now, inputs = self.keeps(before, example_input)
         # What a pool keeps is counted for the norm that took it over: after the conversion they are one. The inputs are
         # in the order of the pass, in which a norm and its pool come alike.
         passed = [(name, after.get_submodule(name)) for name in inputs]
@@ -97,17 +101,19 @@ class Ghosts:
         lean: dict[str, int] | None = None
         if not backends.TRITON_MISSING:
             with _kernels_everywhere():
-                exact, _ = self.keeps(after, example_input)
-                for module in after.modules():
-                    if isinstance(module, _LpBatchNorm):
-                        module.memory = "lean"
-                lean, _ = self.keeps(after, example_input)
+                exact, lean = (self._with_memory(mode, after, example_input) for mode in ("exact", "lean"))
 
         def kept(total: Callable[[dict[str, int]], int]) -> Kept:
             return Kept(total(now), None if exact is None else total(exact), None if lean is None else total(lean))
 
         layers = {name: kept(partial(_size_of, name)) for name in inputs}
         return layers, inputs, kept(lambda sizes: sum(sizes.values()))
+
+    def _with_memory(self, mode: str, ghost: nn.Module, example_input: Any) -> dict[str, int]:
+        for module in ghost.modules():
+            if isinstance(module, _LpBatchNorm):
+                module.memory = mode
+        return self.keeps(ghost, example_input)[0]
 
     def keeps(self, ghost: nn.Module, example_input: Any) -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
         """Bytes that a forward pass keeps, and the shape of the first input, by the module that was running."""
