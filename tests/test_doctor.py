@@ -75,6 +75,27 @@ def test_invariance_by_channel_and_by_tensor() -> None:
     assert last.length is not None
 
 
+def test_what_is_counted_as_invariant_is_what_the_optimizers_take() -> None:
+    """Not a weight that is invariant only together with its bias, nor one of which some channels are."""
+
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.joint, self.norm = nn.Linear(4, 6), nn.LayerNorm(6)
+            self.part, self.batch_norm = nn.Linear(6, 8, bias=False), nn.BatchNorm1d(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            normed, plain = self.part(self.norm(self.joint(x))).chunk(2, 1)
+            return torch.cat([self.batch_norm(normed), plain], 1)
+
+    model, x = Half(), torch.randn(8, 4)
+    found = diagnose(model, x)
+    assert [w.invariant for w in found.weights] == ["tensor, with joint.bias", "channel, dim 0, 4 of 8"]
+    assert [w.step for w in found.weights] == [None, None]
+    assert list(nm.optim.scale_invariant_parameters(model, x)) == []
+    assert "0 of 2 weights are scale invariant" in str(found)
+
+
 def test_norms_of_weights_and_of_other_packages_are_named() -> None:
     class LlamaRMSNorm(nn.Module):
         def __init__(self) -> None:

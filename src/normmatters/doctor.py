@@ -86,7 +86,8 @@ class Weight(NamedTuple):
     """One weight: is its length without effect, and how large is its effective step?
 
     ``invariant`` is what the test found in words (None: not tested), ``dim`` the channel dimension that norms are taken
-    along. ``step`` is η/‖w‖² a channel (F2); None for a weight whose length does act on the output.
+    along. ``step`` is η/‖w‖² a channel (F2); None for a weight whose length does act on the output, if only in some
+    channels, or by itself.
 
     >>> Weight("fc.weight", (10, 512), "no", 0, Spread(0.9, 1.0, 1.1)).step is None
     True
@@ -374,7 +375,7 @@ def _weights(model: nn.Module, example_input: Any, lr: float, notes: list[str]) 
     weights = []
     for name, w in tensors.items():
         invariance = None if found is None else found.get(name)
-        steps = invariance is None or invariance.granularity is not None
+        steps = invariance is None or invariance.complete
         dim = dims[name] if invariance is None or invariance.granularity is None else invariance.dim
         said = None if invariance is None else str(invariance)
         weights.append(_weight(name, w, said, dim, lr if steps else None))
