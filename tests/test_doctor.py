@@ -188,6 +188,15 @@ def test_a_model_without_memory_is_measured() -> None:
     assert all(w.length is None for w in found.weights)
 
 
+@pytest.mark.parametrize("context", [torch.inference_mode, torch.no_grad, lambda: torch.device("meta")])
+def test_what_is_kept_does_not_depend_on_where_it_is_asked(context: Any) -> None:
+    model, x = small(), torch.randn(4, 3, 6, 6)
+    expected = diagnose(model, x, invariance=False)
+    with context():
+        found = diagnose(model, x, invariance=False)
+    assert (found.kept, found.norms) == (expected.kept, expected.norms)
+
+
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
 def test_a_model_that_cannot_be_copied_is_measured() -> None:
     """A hook's weight norm keeps a computed weight, of which there is no deep copy; neither of a cache."""

@@ -254,6 +254,7 @@ def _spread(spread: Spread | None) -> str:
     return middle if low == high else f"{low} … {middle} … {high}"
 
 
+@torch.inference_mode(False)  # in which nothing is kept and there are no gradients
 def diagnose(
     model: nn.Module | Mapping[str, Tensor],
     example_input: Any = None,

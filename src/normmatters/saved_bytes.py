@@ -81,7 +81,7 @@ class Ghosts:
     def _tensor(self, t: Tensor) -> Tensor:
         dtype = self.dtype if self.dtype is not None and t.is_floating_point() else t.dtype
         with self.mode:
-            return torch.empty_strided(t.shape, t.stride(), dtype=dtype)
+            return torch.empty_strided(t.shape, t.stride(), dtype=dtype, device="cpu")  # whatever the default is
 
     def compare(
         self, before: nn.Module, after: nn.Module, example_input: Any
