@@ -143,7 +143,9 @@ def test_api_pages_show_every_public_name() -> None:
     for page in (DOCS / "api").glob("*.md"):
         for module in re.findall(r"<!-- every name of ([\w.]+) -->", read(page)):
             shown |= {module, *(f"{module}.{name}" for name in importlib.import_module(module).__all__)}
-    modules = {f"normmatters.{public}" for public in ("optim", "functional", "constants", "precision", "migrate")}
+    modules = {
+        f"normmatters.{public}" for public in ("optim", "functional", "constants", "precision", "migrate", "doctor")
+    }
     assert modules <= shown
     tails = {dotted.rpartition(".")[2] for dotted in shown}
     assert set(nm.__all__) - {"__version__"} <= tails

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 import normmatters as nm
 from models import ResNet, batch
@@ -74,6 +75,27 @@ def test_invariance_by_channel_and_by_tensor() -> None:
     assert last.length is not None
 
 
+def test_what_is_counted_as_invariant_is_what_the_optimizers_take() -> None:
+    """Not a weight that is invariant only together with its bias, nor one of which some channels are."""
+
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.joint, self.norm = nn.Linear(4, 6), nn.LayerNorm(6)
+            self.part, self.batch_norm = nn.Linear(6, 8, bias=False), nn.BatchNorm1d(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            normed, plain = self.part(self.norm(self.joint(x))).chunk(2, 1)
+            return torch.cat([self.batch_norm(normed), plain], 1)
+
+    model, x = Half(), torch.randn(8, 4)
+    found = diagnose(model, x)
+    assert [w.invariant for w in found.weights] == ["tensor, with joint.bias", "channel, dim 0, 4 of 8"]
+    assert [w.step for w in found.weights] == [None, None]
+    assert list(nm.optim.scale_invariant_parameters(model, x)) == []
+    assert "0 of 2 weights are scale invariant" in str(found)
+
+
 def test_norms_of_weights_and_of_other_packages_are_named() -> None:
     class LlamaRMSNorm(nn.Module):
         def __init__(self) -> None:
@@ -91,8 +113,16 @@ def test_norms_of_weights_and_of_other_packages_are_named() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.norm(x)  # type: ignore[no-any-return]
 
+    class NoLayerNormConv(nn.Sequential):  # nor is this one
+        pass
+
     model = nn.Sequential(
-        nm.bounded_weight_norm(nn.Linear(4, 4)), weight_norm(nn.Linear(4, 4)), LlamaRMSNorm(), NormedBlock()
+        nm.bounded_weight_norm(nn.Linear(4, 4)),
+        weight_norm(nn.Linear(4, 4)),
+        LlamaRMSNorm(),
+        NormedBlock(),
+        NoLayerNormConv(nn.Linear(4, 4)),
+        spectral_norm(nn.Linear(4, 4)),
     )
     found = diagnose(model, torch.randn(3, 4), invariance=False)
     assert [(n.name, n.norm) for n in found.norms] == [
@@ -100,6 +130,7 @@ def test_norms_of_weights_and_of_other_packages_are_named() -> None:
         ("1.weight", "_WeightNorm"),
         ("2", "LlamaRMSNorm"),
         ("3.norm", "GroupNorm"),
+        ("5.weight", "_SpectralNorm"),
     ]
 
 
@@ -157,6 +188,15 @@ def test_a_model_without_memory_is_measured() -> None:
     assert all(w.length is None for w in found.weights)
 
 
+@pytest.mark.parametrize("context", [torch.inference_mode, torch.no_grad, lambda: torch.device("meta")])
+def test_what_is_kept_does_not_depend_on_where_it_is_asked(context: Any) -> None:
+    model, x = small(), torch.randn(4, 3, 6, 6)
+    expected = diagnose(model, x, invariance=False)
+    with context():
+        found = diagnose(model, x, invariance=False)
+    assert (found.kept, found.norms) == (expected.kept, expected.norms)
+
+
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
 def test_a_model_that_cannot_be_copied_is_measured() -> None:
     """A hook's weight norm keeps a computed weight, of which there is no deep copy; neither of a cache."""
@@ -168,6 +208,36 @@ def test_a_model_that_cannot_be_copied_is_measured() -> None:
     assert "scale invariance was not tested: ValueError: the model must allow copy.deepcopy" in found.notes[0]
     nn.utils.weight_norm(model[0])
     assert diagnose(model, torch.randn(4, 3, 6, 6)).norms == expected.norms
+
+
+def test_a_model_that_holds_a_lock_is_refused_with_the_reason() -> None:
+    model = small()
+    model.lock = threading.Lock()
+    with pytest.raises(ValueError, match=r"copy\.deepcopy.*_thread\.lock"):
+        diagnose(model)
+
+
+def test_an_input_beside_the_samples_is_not_cut() -> None:
+    """Invariance is tested on 8 samples: of a mask, (T, T), there are none to take the first of."""
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0)
+    mask = nn.Transformer.generate_square_subsequent_mask(12)
+    found = diagnose(layer, {"src": torch.randn(12, 3, 8), "src_mask": mask})
+    assert found.notes == ()
+    assert all(w.invariant is not None for w in found.weights)
+
+
+def test_weights_that_have_no_norm_are_listed_without() -> None:
+    state = {
+        "0.weight": torch.ones(2, 4),
+        "1.weight": torch.ones(2, 4).to(torch.float8_e4m3fn),
+        "adjacency": torch.eye(3).to_sparse(),
+    }
+    found = diagnose(state)
+    assert [(w.name, w.length is None, w.step is None) for w in found.weights] == [
+        ("0.weight", False, False),
+        ("1.weight", True, True),
+        ("adjacency", True, True),
+    ]
 
 
 @pytest.mark.parametrize("norms", [[nn.BatchNorm2d(4)], []])

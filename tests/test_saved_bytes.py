@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import normmatters as nm
 from models import ResNet, batch
@@ -74,6 +75,39 @@ def test_a_conversion_is_compared_layer_by_layer() -> None:
     assert layers["0"] == layers["0"]._replace(exact=layers["0"].now, lean=layers["0"].now)
     assert total.saved == norm.saved == norm.now - norm.lean
     assert dispatch.batch_norm_backend(x).name == "hand-derived"  # the dispatcher is itself again
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_norm_that_is_lean_already_is_counted_as_exact_and_lean(device: str) -> None:
+    with FakeTensorMode():  # a GPU is not needed
+        model = nn.Sequential(nm.L1BatchNorm2d(4, act="relu", memory="lean", device=device), nn.Conv2d(4, 4, 1))
+    ghosts = Ghosts()
+    x = torch.randn(8, 4, 4, 4, requires_grad=True)
+    norm = ghosts.compare(ghosts.of(model), ghosts.of(model), x)[0]["0"]
+    assert norm.exact is not None
+    assert norm.lean is not None
+    assert norm.exact - norm.lean == 4 * x.numel()
+    assert (norm.now == norm.lean) == (device == "cuda")  # on a CPU there are no kernels that keep less
+
+
+def test_a_pool_is_counted_for_the_norm_that_took_it_over() -> None:
+    class Stems(nn.Module):  # pools in another order than norms
+        def __init__(self) -> None:
+            super().__init__()
+            self.thin, self.wide = nn.BatchNorm2d(4), nn.BatchNorm2d(16)
+            self.wide_pool, self.thin_pool = nn.MaxPool2d(3, 2, 1), nn.MaxPool2d(3, 2, 1)
+
+        def forward(self, thin: Tensor, wide: Tensor) -> tuple[Tensor, Tensor]:
+            return self.thin_pool(self.thin(thin).relu()), self.wide_pool(self.wide(wide).relu())
+
+    ghosts = Ghosts()
+    model = Stems()
+    x = tuple(torch.randn(4, n, 8, 8).to(memory_format=torch.channels_last).requires_grad_() for n in (4, 16))
+    converted = nm.convert(ghosts.of(model), "l1")
+    assert [converted.thin.pool, converted.wide.pool] == ["max", "max"]
+    layers, _, total = ghosts.compare(ghosts.of(model), converted, x)
+    assert total.now == layers["thin"].now + layers["wide"].now
+    assert layers["wide"].now == 4 * layers["thin"].now
 
 
 def test_activations_in_half_precision_take_half() -> None:

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from normmatters._table import aligned
 from normmatters.convert import ConversionReport
 from normmatters.convert.swap import NormSpec, check_model, swap
 from normmatters.kernels import backends
-from normmatters.optim import Recipe, channel_norms, scale_invariant_parameters, steps_to_equilibrium
+from normmatters.optim import Invariance, Recipe, channel_norms, scale_invariant_parameters, steps_to_equilibrium
 from normmatters.optim._probe import unwrap
 from normmatters.optim._rows import plain_name, resolve
 from normmatters.saved_bytes import Ghosts, Kept
@@ -34,7 +34,12 @@ _PROBE_BATCH = 8
 _HEAVY = 1.1
 
 _NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
-_WEIGHT_NORMS = (BoundedWeight, ClassicWeight, nn.utils.parametrizations._WeightNorm)
+_WEIGHT_NORMS = (
+    BoundedWeight,
+    ClassicWeight,
+    nn.utils.parametrizations._WeightNorm,
+    nn.utils.parametrizations._SpectralNorm,
+)
 
 
 class NormLayer(NamedTuple):
@@ -81,7 +86,8 @@ class Weight(NamedTuple):
     """One weight: is its length without effect, and how large is its effective step?
 
     ``invariant`` is what the test found in words (None: not tested), ``dim`` the channel dimension that norms are taken
-    along. ``step`` is η/‖w‖² a channel (F2); None for a weight whose length does act on the output.
+    along. ``step`` is η/‖w‖² a channel (F2); None for a weight whose length does act on the output, if only in some
+    channels, or by itself.
 
     >>> Weight("fc.weight", (10, 512), "no", 0, Spread(0.9, 1.0, 1.1)).step is None
     True
@@ -248,6 +254,7 @@ def _spread(spread: Spread | None) -> str:
     return middle if low == high else f"{low} … {middle} … {high}"
 
 
+@torch.inference_mode(False)  # in which nothing is kept and there are no gradients
 def diagnose(
     model: nn.Module | Mapping[str, Tensor],
     example_input: Any = None,
@@ -346,13 +353,14 @@ def _norms(model: nn.Module) -> Iterator[tuple[str, str]]:
         if isinstance(module, _WEIGHT_NORMS):  # of the tensor that it computes, not of an activation
             yield name.replace("parametrizations.", "").rpartition(".")[0], type(module).__name__
         elif isinstance(module, _NORMS) or (
-            "Norm" in type(module).__name__ and not any(map(_is_norm, module.children()))
+            "Norm" in type(module).__name__ and not any(map(_is_layer, module.children()))
         ):
             yield name, type(module).__name__
 
 
-def _is_norm(module: nn.Module) -> bool:
-    return any(True for _ in _norms(module))
+def _is_layer(module: nn.Module) -> bool:
+    """Whether there is more in it than an activation: what holds it is a block, and no norm itself."""
+    return any(True for _ in module.parameters()) or any(True for _ in _norms(module))
 
 
 def _weights(model: nn.Module, example_input: Any, lr: float, notes: list[str]) -> tuple[Weight, ...]:
@@ -362,25 +370,38 @@ def _weights(model: nn.Module, example_input: Any, lr: float, notes: list[str]) 
     found = None
     if example_input is not None and not any(t.is_meta for t in tensors.values()):
         try:
-            small = tree_map_only(Tensor, lambda t: t[:_PROBE_BATCH] if t.dim() else t, example_input)
-            found = scale_invariant_parameters(model, small).found
+            found = _invariant(model, example_input)
         except Exception as error:  # whatever the model's own code raises
             notes.append(f"scale invariance was not tested: {first_line(error)}")
     weights = []
     for name, w in tensors.items():
         invariance = None if found is None else found.get(name)
-        steps = invariance is None or invariance.granularity is not None
+        steps = invariance is None or invariance.complete
         dim = dims[name] if invariance is None or invariance.granularity is None else invariance.dim
         said = None if invariance is None else str(invariance)
         weights.append(_weight(name, w, said, dim, lr if steps else None))
     return tuple(weights)
 
 
+def _invariant(model: nn.Module, example_input: Any) -> Mapping[str, Invariance]:
+    small = tree_map_only(Tensor, lambda t: t[:_PROBE_BATCH] if t.dim() else t, example_input)
+    try:
+        return scale_invariant_parameters(model, small).found
+    except Exception:
+        if sum(isinstance(leaf, Tensor) for leaf in tree_leaves(example_input)) < 2:
+            raise
+        # One of several tensors may have no samples to take the first of, such as a mask, (T, T).
+        return scale_invariant_parameters(model, example_input).found
+
+
 def _weight(name: str, w: Tensor, invariant: str | None, dim: int | None, lr: float | None) -> Weight:
     shape = tuple(w.shape)
     if w.is_meta or w.numel() == 0 or not w.is_floating_point():
         return Weight(name, shape, invariant, dim)
-    lengths = channel_norms(w.detach(), dim)
+    try:
+        lengths = channel_norms(w.detach(), dim)
+    except RuntimeError:  # of sparse, quantized and fp8 tensors torch takes no norm
+        return Weight(name, shape, invariant, dim)
     return Weight(name, shape, invariant, dim, Spread.of(lengths), None if lr is None else Spread.of(lr / lengths**2))
 
 

@@ -61,46 +61,59 @@ class Ghosts:
     def __init__(self, dtype: torch.dtype | None = None) -> None:
         self.dtype = dtype
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.on_gpu = False  # whether the last model was
 
     def of(self, model: nn.Module) -> nn.Module:
         """A copy of the model in training mode; no tensor of it is copied."""
+        self.on_gpu = any(t.is_cuda for t in [*model.parameters(), *model.buffers()])
         memo: dict[int, Any] = {}
         # Computed tensors too, which no copy could be made of: a hook's weight, a cache.
         for t in (leaf for module in model.modules() for leaf in tree_leaves(vars(module)) if isinstance(leaf, Tensor)):
             ghost = self._tensor(t)
             memo[id(t)] = nn.Parameter(ghost, t.requires_grad) if isinstance(t, nn.Parameter) else ghost
-        return copy.deepcopy(model, memo).train()
+        try:
+            return copy.deepcopy(model, memo).train()
+        except TypeError as error:  # a lock, an open file
+            raise ValueError(
+                f"the model must allow copy.deepcopy, to be looked at without touching it: {error}"
+            ) from error
 
     def _tensor(self, t: Tensor) -> Tensor:
         dtype = self.dtype if self.dtype is not None and t.is_floating_point() else t.dtype
         with self.mode:
-            return torch.empty_strided(t.shape, t.stride(), dtype=dtype)
+            return torch.empty_strided(t.shape, t.stride(), dtype=dtype, device="cpu")  # whatever the default is
 
     def compare(
         self, before: nn.Module, after: nn.Module, example_input: Any
     ) -> tuple[dict[str, Kept], dict[str, tuple[int, ...]], Kept]:
         """Bytes by layer, input shapes by layer, and the whole model's bytes; ``after`` is ``before`` converted."""
-        now, inputs = self.keeps(before, example_input)
-        # What a pool keeps is counted for the norm that took it over: after the conversion they are one.
-        pooling = [name for name, m in after.named_modules() if isinstance(m, _LpBatchNorm) and m.pool is not None]
-        pools = [name for name, m in after.named_modules() if isinstance(m, FusedMaxPool2d)]
+        kernels = self.on_gpu and not backends.TRITON_MISSING
+        with _kernels_everywhere() if kernels else contextlib.nullcontext():  # norms that are ours already
+            now, inputs = self.keeps(before, example_input)
+        # What a pool keeps is counted for the norm that took it over: after the conversion they are one. The inputs are
+        # in the order of the pass, in which a norm and its pool come alike.
+        passed = [(name, after.get_submodule(name)) for name in inputs]
+        pooling = [name for name, m in passed if isinstance(m, _LpBatchNorm) and m.pool is not None]
+        pools = [name for name, m in passed if isinstance(m, FusedMaxPool2d)]
         for norm, pool in zip(pooling, pools):
             now[norm] = now.get(norm, 0) + now.pop(pool, 0)
         exact: dict[str, int] | None = None
         lean: dict[str, int] | None = None
         if not backends.TRITON_MISSING:
             with _kernels_everywhere():
-                exact, _ = self.keeps(after, example_input)
-                for module in after.modules():
-                    if isinstance(module, _LpBatchNorm):
-                        module.memory = "lean"
-                lean, _ = self.keeps(after, example_input)
+                exact, lean = (self._with_memory(mode, after, example_input) for mode in ("exact", "lean"))
 
         def kept(total: Callable[[dict[str, int]], int]) -> Kept:
             return Kept(total(now), None if exact is None else total(exact), None if lean is None else total(lean))
 
         layers = {name: kept(partial(_size_of, name)) for name in inputs}
         return layers, inputs, kept(lambda sizes: sum(sizes.values()))
+
+    def _with_memory(self, mode: str, ghost: nn.Module, example_input: Any) -> dict[str, int]:
+        for module in ghost.modules():
+            if isinstance(module, _LpBatchNorm):
+                module.memory = mode
+        return self.keeps(ghost, example_input)[0]
 
     def keeps(self, ghost: nn.Module, example_input: Any) -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
         """Bytes that a forward pass keeps, and the shape of the first input, by the module that was running."""

@@ -147,6 +147,19 @@ def test_lean_codes_may_be_off_by_what_they_clip_where_few_elements_are_open() -
         check.check_batch_norm(module, module.norm, data, reference, lean=True)
 
 
+def test_a_channel_that_is_closed_everywhere_is_right() -> None:
+    """Its gradients are 0, and so are their tolerances."""
+    data = check.BatchNormData.random((4, 4, 6, 6), torch.float32, CPU, last=False, residual=False)
+    data.bias[1] = -9.0
+    reference = check.BatchNormReference.of(data, "l1")
+    assert reference.dweight[1] == 0
+    module = peers.NaiveL1BatchNormReLU(4)
+    with torch.no_grad():
+        module.norm.weight.copy_(data.weight)
+        module.norm.bias.copy_(data.bias)
+    assert check.check_batch_norm(module, module.norm, data, reference, lean=False) < 1
+
+
 def test_a_result_that_is_not_a_number_is_wrong() -> None:
     data = check.RowNormData.random(4, 16, torch.float32, CPU)
     reference = check.row_norm_reference(data, 1, rms=False, eps=1e-5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections import namedtuple
 from typing import Any
 
@@ -200,6 +201,10 @@ def test_bad_input_is_named() -> None:
         scale_invariant_parameters(nn.ReLU(), batch(0)[0])
     with pytest.raises(ValueError, match="finite, non-zero"):
         scale_invariant_parameters(model, batch(0)[0] * float("nan"))
+    locked = nn.Linear(3, 2)
+    locked.lock = threading.Lock()  # type: ignore[assignment]
+    with pytest.raises(ValueError, match=r"copy\.deepcopy.*_thread\.lock"):
+        scale_invariant_parameters(locked, torch.randn(4, 3))
 
     class Counting(nn.Linear):
         calls = 0

@@ -126,9 +126,9 @@ def test_layers_that_cannot_be_normalized_are_named_and_left_alone():
 
 
 class Tied(nn.Module):
-    def __init__(self):
+    def __init__(self, **options):
         super().__init__()
-        self.embedding = nn.Embedding(5, 4)
+        self.embedding = nn.Embedding(5, 4, **options)
         self.out = nn.Linear(4, 5, bias=False)
         self.out.weight = self.embedding.weight
 
@@ -150,6 +150,27 @@ def test_tied_weights_are_normalized_together_or_not_at_all():
     remove_weight_norm(model)
     torch.testing.assert_close(model.out.weight, model.embedding.weight)
     assert model.out.weight is model.embedding.weight
+
+
+@pytest.mark.parametrize("options", [{"padding_idx": 0}, {"sparse": True}])
+def test_tied_weights_of_which_one_is_refused_are_both_left(options):
+    """A padding row of zeros is an embedding's, but no linear layer's; sparse gradients are an embedding's alone."""
+    model = Tied(**options)
+    report = apply_weight_norm(model, embeddings=True)
+    assert report.applied == []
+    assert set(report.skipped) == {"out.weight", "embedding.weight"}
+    assert any("shared with" in reason for reason in report.skipped.values())
+    assert model.out.weight is model.embedding.weight
+
+
+def test_weights_in_which_nothing_can_be_computed_are_left():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = nn.Parameter(model[1].weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
+    model[2].weight = nn.Parameter(model[2].weight.detach().to_sparse())
+    report = apply_weight_norm(model)
+    assert report.applied == ["0.weight"]
+    assert "float8_e4m3fn" in report.skipped["1.weight"]
+    assert "Sparse" in report.skipped["2.weight"]
 
 
 @pytest.mark.parametrize(

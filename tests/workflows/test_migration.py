@@ -283,6 +283,36 @@ def test_a_whole_model_by_prefix() -> None:
         torch.testing.assert_close(ours[name](input), theirs[name](input), **EXACT)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
+def test_what_the_models_modules_keep_themselves_stays() -> None:
+    """State of another type than a tensor, versions, and parameters that are only called like a weight norm's."""
+
+    class Attention(nn.Linear):
+        _version = 3
+
+        def __init__(self) -> None:
+            super().__init__(3, 2)
+            self.query, self.query_v = nn.Parameter(torch.randn(2)), nn.Parameter(torch.randn(2))
+            self.seen: list[Any] = []
+
+        def get_extra_state(self) -> dict[str, int]:
+            return {"calls": 7}
+
+        def set_extra_state(self, state: Any) -> None:
+            self.seen.append(state)
+
+        def _load_from_state_dict(self, state: Any, prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
+            self.seen.append(metadata.get("version"))
+            super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+    theirs, ours = nn.utils.weight_norm(Attention()), Attention()
+    nm.migrate.load(ours, theirs.state_dict())
+    assert ours.seen == [3, {"calls": 7}]
+    torch.testing.assert_close(ours.query_v, theirs.query_v)
+    x = torch.randn(4, 3)
+    torch.testing.assert_close(ours(x), theirs(x))
+
+
 def lp_state(**changes: Tensor | None) -> dict[str, Any]:
     state = {f"bn.{key}": value for key, value in TheirLpNorm().state_dict().items()}
     state.update({f"bn.{key}": value for key, value in changes.items()})
@@ -368,6 +398,11 @@ def test_errors_name_the_key_and_change_nothing(
 def test_other_errors() -> None:
     with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got list"):
         nm.migrate.translate([], {})  # type: ignore[arg-type]
+    for function in (nm.migrate.to_norm_matters, nm.migrate.to_torch_weight_norm):
+        with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got list"):
+            function([])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="state_dict must be a mapping of names to tensors, got str"):
+        nm.migrate.load(nn.Linear(2, 3), "model_best.pth.tar")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="layout must be 'parametrization' or 'hook', got 'hooks'"):
         nm.migrate.to_torch_weight_norm(nn.Linear(2, 3), "hooks")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"0.running_var is missing: expected running statistics"):

@@ -76,8 +76,8 @@ def check_slices(v: Tensor, *, dim: int | None, p: float, k: int | None) -> int:
     """Raise for anything but a real tensor, a dimension of it and a norm of its slices. Returns the slices' size."""
     if not isinstance(v, Tensor):
         raise TypeError(f"expected a tensor to normalize, got {type(v).__name__}")
-    if not v.is_floating_point():
-        raise TypeError(f"expected a floating-point tensor to normalize, got {v.dtype}")
+    if not v.is_floating_point() or v.dtype.itemsize == 1:  # torch computes nothing in fp8
+        raise TypeError(f"expected a floating-point tensor of 16 bits or more to normalize, got {v.dtype}")
     if v.ndim == 0 or v.numel() == 0:
         raise ValueError(f"expected a tensor with at least one dimension and one element, got shape {tuple(v.shape)}")
     check_norm(p, k)

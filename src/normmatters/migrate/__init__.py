@@ -2,15 +2,17 @@
 
 Known are the layers of the authors' repository (``norm_matters``: batch norms that keep the inverse scale, mean-only
 batch norm, both forms of bounded weight norm) and ``torch``'s weight norm in its two layouts. Checkpoints of
-``torch.nn``'s norms need nothing: keys and meaning are the same, so ``model.load_state_dict`` is all.
+``torch.nn``'s batch norms need nothing: keys and meaning are the same, so ``model.load_state_dict`` is all.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from torch import Tensor, nn
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from normmatters.migrate import norms, weights
 
@@ -39,7 +41,8 @@ def load(model: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -
         >>> bn.running_var
         tensor([  4.0000, 100.0000])
     """
-    return model.load_state_dict(translate(model, state_dict), strict=strict)
+    state = translate(model, state_dict)
+    return model.load_state_dict(state, strict=strict)
 
 
 def translate(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -56,12 +59,15 @@ def translate(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Tens
         >>> sorted(theirs), sorted(nm.migrate.translate(nn.Linear(3, 2, bias=False), theirs))
         (['weight_g', 'weight_v'], ['weight'])
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    _check_model(model)
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"state_dict must be a mapping of names to tensors, got {type(state_dict).__name__}")
     for key, value in state_dict.items():
-        if not isinstance(value, Tensor):
+        if not isinstance(value, Tensor) and not str(key).endswith(_EXTRA_STATE_KEY_SUFFIX):  # a module's, of any type
             raise TypeError(f"expected a tensor under {key!r}, got {type(value).__name__}: is this the state_dict?")
-    state = dict(state_dict)
+    state = OrderedDict(state_dict)
+    if hasattr(state_dict, "_metadata"):  # the versions that modules were saved in
+        state._metadata = state_dict._metadata  # type: ignore[attr-defined]
     for prefix, module in _modules(model):
         if isinstance(module, norms.BATCH_NORMS):
             norms.from_authors(state, prefix, module)
@@ -84,6 +90,7 @@ def to_norm_matters(model: nn.Module) -> dict[str, Tensor]:
         >>> sorted(nm.migrate.to_norm_matters(nm.L1BatchNorm2d(2)))
         ['mean', 'running_mean', 'running_var', 'scale']
     """
+    _check_model(model)
     state = dict(model.state_dict())
     for prefix, module in _modules(model):
         if isinstance(module, norms.BATCH_NORMS):
@@ -111,10 +118,16 @@ def to_torch_weight_norm(
     """
     if layout not in ("parametrization", "hook"):
         raise ValueError(f"layout must be 'parametrization' or 'hook', got {layout!r}")
+    _check_model(model)
     state = dict(model.state_dict())
     for prefix, module in _modules(model):
         weights.to_torch(state, prefix, module, layout)
     return state
+
+
+def _check_model(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
 
 
 def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

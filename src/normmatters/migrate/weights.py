@@ -23,6 +23,8 @@ def from_others(state: dict[str, Tensor], prefix: str, module: nn.Module) -> Non
     """Rewrite the weight norms of one module for what the model has there: a plain weight, or a weight norm of ours."""
     ours: dict[str, BoundedWeight | ClassicWeight] = dict(_weight_norms(module))
     for name in (*module._parameters, *ours):
+        if f"{name}_v" in module._parameters:  # a parameter of the model's own, and no half of a weight norm
+            continue
         norm = ours.get(name)
         own = f"{prefix}parametrizations.{name}."
         if isinstance(norm, ClassicWeight) and norm.p != 2 and f"{own}original0" in state:

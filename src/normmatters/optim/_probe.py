@@ -85,7 +85,7 @@ class Probe:
             )
         try:
             self.model = copy.deepcopy(model).to(dtype).train()
-        except RuntimeError as error:
+        except (RuntimeError, TypeError) as error:
             raise ValueError(
                 f"the model must allow copy.deepcopy, to be tested without touching it: {error}"
             ) from error

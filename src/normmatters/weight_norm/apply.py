@@ -9,7 +9,7 @@ from torch.nn.utils import parametrize
 
 from normmatters.functional.weight import check_norm, check_rho
 from normmatters.weight_norm.fused import fuse
-from normmatters.weight_norm.register import bounded_weight_norm, classic_weight_norm, joined
+from normmatters.weight_norm.register import bounded_weight_norm, classic_weight_norm, joined, parameter_for
 
 __all__ = ["WeightNormReport", "apply_weight_norm"]
 
@@ -104,7 +104,12 @@ def apply_weight_norm(
     for path, module in model.named_modules():
         for candidate in _candidates(path, module, embeddings):
             reason = _reason_to_skip(candidate, filter)
-            if reason:
+            if reason is None:
+                try:  # now, and not when those that share the parameter have been normalized
+                    parameter_for(kind, module, candidate.name, candidate.dim, p, k)
+                except (TypeError, ValueError, NotImplementedError) as error:  # last: quantized, sparse
+                    reason = str(error).partition("\n")[0]
+            if reason is not None:
                 report.skipped[str(candidate)] = reason
             else:
                 chosen.append(candidate)

@@ -53,9 +53,7 @@ def bounded_weight_norm(
         >>> layer.weight.norm(dim=1).allclose(torch.ones(40))
         True
     """
-    v = _parameter(module, name)
-    check_slices(v, dim=dim, p=p, k=k)
-    _check_no_zero_slice(module, v, dim)
+    v = parameter_for("bounded", module, name, dim, p, k)
     parametrization = BoundedWeight(v, dim=dim, p=p, rho=rho, k=k)
     parametrize.register_parametrization(module, name, parametrization)
     complete_class(module)
@@ -74,8 +72,7 @@ def classic_weight_norm(
         >>> sorted(dict(classic_weight_norm(nn.Linear(2, 3, bias=False)).named_parameters()))
         ['parametrizations.weight.original0', 'parametrizations.weight.original1']
     """
-    v = _parameter(module, name)
-    check_slices(v, dim=dim, p=p, k=k)
+    parameter_for("classic", module, name, dim, p, k)
     parametrize.register_parametrization(module, name, ClassicWeight(dim=dim, p=p, k=k))
     complete_class(module)
     return module
@@ -134,8 +131,16 @@ def remove_weight_norm(module: M) -> M:
     return module
 
 
-def _parameter(module: nn.Module, name: str) -> Tensor:
+def parameter_for(kind: str, module: nn.Module, name: str, dim: int | None, p: float, k: int | None) -> Tensor:
     """The plain parameter to normalize, or an error that says why it cannot be."""
+    v = _parameter(module, name)
+    check_slices(v, dim=dim, p=p, k=k)
+    if kind == "bounded":
+        _check_no_zero_slice(module, v, dim)
+    return v
+
+
+def _parameter(module: nn.Module, name: str) -> Tensor:
     if not isinstance(module, nn.Module):
         raise TypeError(f"expected a module, got {type(module).__name__}")
     if parametrize.is_parametrized(module, name):
