@@ -257,13 +257,15 @@ def _qualified(module: nn.Module) -> str:
 
 
 def carry_over(old: nn.Module, new: nn.Module) -> None:
-    """Give ``new`` all that ``old`` holds: the same tensors, flags, hooks and whatever else was set on it.
+    """Give ``new`` all that ``old`` holds: the same tensors, flags, hooks, modules and whatever else was set on it.
 
     Norms here hold what ``torch.nn``'s hold and the few attributes that say which norm it is, so that is all.
     """
     ours = {"p", "k", "constant", "act", "memory", "pool"}
     bound = {"_modules", "_compiled_call_impl"}  # to the old one's class, and what compile() made of it
     vars(new).update({name: value for name, value in vars(old).items() if name not in ours | bound})
+    parts = {"drop", "act", "activation"}  # of a norm that comes with an activation
+    new._modules.update({name: module for name, module in old._modules.items() if name not in parts})
     for hook in new._load_state_dict_pre_hooks.values():
         if getattr(hook, "with_module", False):
             hook.module = weakref.ref(new)  # type: ignore[attr-defined]
