@@ -339,6 +339,19 @@ def test_hooks_go_on_and_can_be_removed() -> None:
     assert len(seen) == 1
 
 
+def test_modules_that_a_norm_was_given_come_with_it() -> None:
+    """As the observers that quantization puts on every module, which a hook calls, are."""
+    model = nn.Sequential(nn.BatchNorm2d(3))
+    model[0].after = nn.PReLU()
+    model[0].register_forward_hook(lambda module, args, output: module.after(output))
+    keys, x = list(model.state_dict()), torch.randn(4, 3, 5, 5)
+    expected = copy.deepcopy(model)(x)
+    convert(model, "l2")
+    assert_close(model(x), expected)
+    assert list(model.state_dict()) == keys
+    assert list(to_torch(model).state_dict()) == keys
+
+
 def test_hooks_of_loading_meet_the_new_norm() -> None:
     model = nn.Sequential(nn.BatchNorm2d(3))
     seen: list[nn.Module] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -114,6 +114,115 @@ def test_a_choice_of_forward_is_not_made_once_for_all(choose: Callable[[Any], bo
     for mode in (torch.no_grad(), torch.inference_mode(), torch.autocast("cpu"), *[torch.enable_grad()] * 5):
         with mode:
             assert_close(block(x), original(x))
+
+
+class Skips(Block):
+    """Its forward asks something about what it is given, which a symbolic value would answer for itself."""
+
+    def joined(self, x: Tensor, skip: Any) -> Tensor:
+        return x if skip is None else x + skip
+
+
+class AsksNone(Skips):
+    def forward(self, x: Tensor, skip: Any) -> Tensor:
+        out = self.bn(self.conv(x))
+        if skip is not None:
+            out = out + skip
+        return F.relu(out)
+
+
+class AsksNoneInMethod(Skips):
+    def forward(self, x: Tensor, skip: Any) -> Tensor:
+        return F.relu(self.joined(self.bn(self.conv(x)), skip))
+
+
+class AsksIsTensor(Skips):
+    def forward(self, x: Tensor, skip: Any) -> Tensor:
+        return F.relu(self.bn(self.conv(x)) + (skip if torch.is_tensor(skip) else 1))
+
+
+class AsksType(Skips):
+    def forward(self, x: Tensor, skip: Any) -> Tensor:
+        return F.relu(self.bn(self.conv(x)) + (skip if type(skip) is Tensor else 1))
+
+
+class AsksAttribute(Skips):
+    def forward(self, x: Tensor, skip: Any) -> Tensor:
+        return F.relu(self.bn(self.conv(x)) + (skip.mask if hasattr(skip, "mask") else x))
+
+
+class SetsData(Skips):
+    def forward(self, x: Tensor, skip: Any) -> Tensor:
+        out = self.conv(x)
+        out.data = out.data.sign()
+        return F.relu(self.bn(out) + x)
+
+
+@pytest.mark.parametrize(
+    ("cls", "reason"),
+    [
+        (AsksNone, "asks whether 'skip' is None"),
+        (AsksNoneInMethod, "asks whether 'skip' is None"),
+        (AsksIsTensor, "asks for the type of a value"),
+        (AsksType, "asks for the type of a value"),
+        (AsksAttribute, "asks whether a value has 'mask'"),
+        (SetsData, "sets 'data' of a value"),
+    ],
+)
+def test_a_value_answers_no_question_for_the_tensor(cls: type[Block], reason: str) -> None:
+    block, original = left_alone(cls, reason)
+    x = torch.randn(2, 3, 4, 4)
+    for skip in (x, None):
+        assert_close(block(x, skip), original(x, skip))
+
+
+def test_what_forward_computes_may_be_compared_to_none() -> None:
+    class Sums(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            total: Tensor | None = None
+            for part in (self.bn(self.conv(x)), x[None][0], x):
+                total = part if total is None else total + part
+            return F.relu(total)
+
+    block = Sums()
+    original = copy.deepcopy(block)
+    convert(block, "l2")
+    x = torch.randn(2, 3, 4, 4)
+    assert_close(block(x), original(x))
+
+
+class Named(dict[str, Tensor]):
+    """A dict with more to it, as the outputs of transformers' models are."""
+
+
+@pytest.mark.parametrize(("kind", "fused"), [(OrderedDict, True), (Named, False), (dict, True)])
+def test_a_dict_that_forward_returns_keeps_its_class(kind: type[dict[str, Tensor]], fused: bool) -> None:
+    class Returns(Block):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return kind(out=F.relu(self.bn(self.conv(x)) + x), x=x)
+
+    block = Returns()
+    original = copy.deepcopy(block)
+    convert(block, "l2")
+    assert isinstance(block, FusedBlock) == fused
+    x = torch.randn(2, 3, 4, 4)
+    found, expected = block(x), original(x)
+    assert type(found) is kind
+    assert_close(found, expected)
+
+
+class Adds(Block):
+    def forward(self, x: Tensor, other: Tensor | float) -> Tensor:
+        return F.relu(self.bn(self.conv(x)) + other)
+
+
+def test_a_block_may_be_given_a_number_to_add() -> None:
+    block = Adds()
+    original = copy.deepcopy(block)
+    convert(block, "l2")
+    x = torch.randn(2, 3, 4, 4)
+    for other in (0, 0.5, x):
+        assert_close(block(x, other), original(x, other))
 
 
 class Calls(nn.Conv2d):

@@ -339,6 +339,12 @@ def test_convert_carries_everything_over():
     assert (lp.p, lp.affine, lp.running_mean) == (3.0, False, None)
     assert type(torchs) is nn.SyncBatchNorm
 
+    hooked, seen = L1BatchNorm2d(8), []
+    hooked.register_forward_hook(lambda module, args, output: seen.append((type(module), module.note)))
+    hooked.note = "kept"
+    convert_sync_batchnorm(hooked)(torch.randn(4, 8, 2, 2))
+    assert seen == [(SyncLpBatchNorm, "kept")]
+
     alone = L1BatchNorm2d(8)
     assert convert_sync_batchnorm(alone).weight is alone.weight
     linear = nn.Linear(2, 2)

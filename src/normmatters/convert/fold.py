@@ -19,7 +19,8 @@ from normmatters.convert.back import PLAIN_BATCH_NORMS, BatchNormAct2d, SyncBatc
 from normmatters.convert.parts import blocks_of, called_without, is_plain, is_sequential, not_its_own, slots_of
 from normmatters.convert.report import Change, ConversionReport
 from normmatters.convert.swap import check_model, replace_modules
-from normmatters.convert.trace import Untraceable, trace_block
+from normmatters.convert.trace import trace_block
+from normmatters.convert.value import Untraceable
 from normmatters.nn.batchnorm_act import ThenAct
 from normmatters.nn.batchnorm_base import _LpBatchNorm
 from normmatters.nn.leaf import module_call

@@ -44,7 +44,8 @@ from normmatters.convert.parts import (
     not_its_own,
     slots_of,
 )
-from normmatters.convert.trace import Trace, Untraceable, setting, trace_block
+from normmatters.convert.trace import Trace, setting, trace_block
+from normmatters.convert.value import Untraceable
 from normmatters.nn.replace import held_beside
 
 _RELUS = {F.relu, F.relu_, torch.relu, torch.relu_, "relu", "relu_"}

@@ -257,7 +257,7 @@ def norm_add_relu(norm: Any, input: Tensor, residual: Tensor, in_place: bool = F
     """
     if isinstance(input, fx.Proxy):
         return function_call(norm_add_relu, norm, input, residual, in_place)  # type: ignore[no-any-return]
-    if residual.shape == input.shape and residual.dtype == input.dtype:
+    if _alike(residual, input):
         return norm(input, residual)  # type: ignore[no-any-return]
     act, norm.act = norm.act, None
     try:
@@ -265,6 +265,11 @@ def norm_add_relu(norm: Any, input: Tensor, residual: Tensor, in_place: bool = F
     finally:
         norm.act = act
     return torch.relu(output.add_(residual) if in_place else output + residual)
+
+
+def _alike(residual: Any, input: Tensor) -> bool:
+    # The sum may also be of the norm's output and a number that the block is given.
+    return isinstance(residual, Tensor) and residual.shape == input.shape and residual.dtype == input.dtype
 
 
 def watched(module: nn.Module) -> bool:
@@ -278,7 +283,7 @@ def linked_norm_add_relu(
 ) -> tuple[Tensor, Tensor | None]:
     """:func:`norm_add_relu` and, if ``wanted``, the link to its output; ``link`` is the residual's."""
     own = type(norm).forward is not _LpBatchNorm.forward
-    if own or residual.shape != input.shape or residual.dtype != input.dtype or watched(norm):
+    if own or not _alike(residual, input) or watched(norm):
         return norm_add_relu(norm, input, residual, in_place), None
     return norm.forward_linked(input, residual, link, wanted)  # type: ignore[no-any-return]
 

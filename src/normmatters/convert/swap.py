@@ -6,7 +6,6 @@ import copy
 import difflib
 import logging
 import math
-import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +22,7 @@ from normmatters.nn.batchnorm_act import LpBatchNormAct2d
 from normmatters.nn.batchnorm_base import _LpBatchNorm
 from normmatters.nn.layernorm import L1LayerNorm, L1RMSNorm, LpLayerNorm
 from normmatters.nn.layernorm2d import ChannelsFirst, L1LayerNorm2d, LpLayerNorm2d
-from normmatters.nn.replace import replace
+from normmatters.nn.replace import keep_all, replace
 from normmatters.nn.sync import SyncLpBatchNorm
 
 _log = logging.getLogger(__name__)
@@ -257,16 +256,10 @@ def _qualified(module: nn.Module) -> str:
 
 
 def carry_over(old: nn.Module, new: nn.Module) -> None:
-    """Give ``new`` all that ``old`` holds: the same tensors, flags, hooks and whatever else was set on it.
-
-    Norms here hold what ``torch.nn``'s hold and the few attributes that say which norm it is, so that is all.
-    """
-    ours = {"p", "k", "constant", "act", "memory", "pool"}
-    bound = {"_modules", "_compiled_call_impl"}  # to the old one's class, and what compile() made of it
-    vars(new).update({name: value for name, value in vars(old).items() if name not in ours | bound})
-    for hook in new._load_state_dict_pre_hooks.values():
-        if getattr(hook, "with_module", False):
-            hook.module = weakref.ref(new)  # type: ignore[attr-defined]
+    """:func:`~normmatters.nn.replace.keep_all` but for what says which norm it is, and the parts that go with that."""
+    keep_all(old, new, without={"p", "k", "constant", "act", "memory", "pool", "_modules"})
+    parts = {"drop", "act", "activation"}  # of a norm that comes with an activation
+    new._modules.update({name: module for name, module in old._modules.items() if name not in parts})
 
 
 def replace_modules(model: nn.Module, new: dict[nn.Module, nn.Module]) -> nn.Module:

@@ -13,27 +13,23 @@ import random
 import sys
 import threading
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from types import BuiltinFunctionType, FunctionType
+from types import BuiltinFunctionType, FrameType, FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 
-from normmatters.convert.in_place import OPERATORS
 from normmatters.convert.parts import has_own_call
+from normmatters.convert.value import Untraceable, Value, check_questions
 
 _ALONE = threading.RLock()  # while it traces, torch.fx and `_recorded_reads` change nn.Module itself
 _HOOKS = vars(nn.Module()).keys() - {"_parameters", "_buffers", "_modules"}  # and more that no forward writes to
-
-
-class Untraceable(Exception):
-    """The block's forward cannot be recorded as a graph without changing what it does; says why."""
 
 
 @dataclass(frozen=True)
@@ -89,29 +85,6 @@ def _check_forward(block: nn.Module) -> None:
             raise Untraceable(f"its forward has the optional argument {parameter.name!r}")
 
 
-class _Value(fx.Proxy):
-    """A symbolic tensor that refuses ``isinstance``: the answer would be about the proxy, not about the tensor."""
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        frame = sys._getframe(1)
-        while frame.f_back is not None and frame.f_globals.get("__name__") == "abc":
-            frame = frame.f_back
-        asker = str(frame.f_globals.get("__name__"))
-        if asker.split(".")[0] != "torch":
-            raise Untraceable("its forward asks for the type of a value")
-        return _Value
-
-
-def _in_place(function: Callable[..., Any]) -> Callable[[fx.Proxy, Any], fx.Proxy]:
-    return lambda self, other: self.tracer.create_proxy("call_function", function, (self, other), {})
-
-
-# A Proxy knows no `x += y`: Python would make it `x = x + y`, and other names of x would keep the old value.
-for _operator in OPERATORS:
-    setattr(_Value, f"__{_operator.__name__}__", _in_place(_operator))
-
-
 class _BlockTracer(fx.Tracer):
     def __init__(self, block: nn.Module, inline: set[nn.Module]) -> None:
         super().__init__()
@@ -127,7 +100,14 @@ class _BlockTracer(fx.Tracer):
 
     def create_arg(self, a: Any) -> Any:
         # NumPy's float64 is one too, and would be written into the program by a name that is not known there.
-        return super().create_arg(float(a) if issubclass(type(a), float) else a)
+        if issubclass(type(a), float):
+            a = float(a)
+        elif type(a) is OrderedDict:
+            return self.create_node("call_function", OrderedDict, (self.create_arg(list(a.items())),), {})
+        elif issubclass(type(a), (dict, list, tuple)) and not hasattr(a, "_fields"):  # named tuples are known to fx
+            if type(a).__module__.split(".")[0] not in ("builtins", "torch"):
+                raise Untraceable(f"its forward makes a {type(a).__name__}, which would become a plain one")
+        return super().create_arg(a)
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if has_own_call(m) and not isinstance(m, fx.GraphModule):
@@ -141,7 +121,7 @@ class _BlockTracer(fx.Tracer):
             self.depth -= 1
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        value = _Value(node, self)
+        value = Value(node, self)
         self.values.append(weakref.ref(value))
         return value
 
@@ -159,6 +139,10 @@ class _BlockTracer(fx.Tracer):
         # `with torch.no_grad():` and the like leave no trace in the graph
         if _modes() != self.modes:
             raise Untraceable("its forward changes the gradient or autocast mode, or checkpoints activations")
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            check_questions(frame)
+            frame = None if frame.f_code is self.forward else frame.f_back
         node = super().create_node(*args, **kwargs)
         node.meta["method"] = self._method()
         return node

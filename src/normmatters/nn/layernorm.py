@@ -17,7 +17,8 @@ from normmatters.nn.leaf import module_call
 class LpLayerNorm(nn.LayerNorm):
     """Layer norm in the Lp norm: (x − μ)/√(s² + eps)·weight + bias over the last ``len(normalized_shape)`` dimensions.
 
-    Inherits ``torch.nn.LayerNorm`` for its state and so that parameter groups built by type find it.
+    Inherits ``torch.nn.LayerNorm`` for its state and so that parameter groups built by type find it. In evaluation
+    ``nn.TransformerEncoderLayer`` may take it for one and not call it: put it there by :func:`normmatters.convert`.
 
     Args:
         normalized_shape: the sizes of the normalized dimensions, or the last one.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 from torch import nn
@@ -20,6 +21,18 @@ def changed(norm: nn.Module, package: str) -> str | None:
     if home.__module__.split(".")[0] != package:
         return f"{type(norm).__name__} has a forward of its own"
     return None
+
+
+def keep_all(old: nn.Module, new: nn.Module, *, without: Set[str] = frozenset()) -> None:
+    """Give ``new`` all that ``old`` holds: the same tensors, flags, hooks, modules and whatever else was set on it.
+
+    Norms here hold what ``torch.nn``'s hold and the few attributes that say which norm it is, so that is all.
+    """
+    left = {*without, "_compiled_call_impl"}  # what compile() made of it is bound to the old one
+    vars(new).update({name: value for name, value in vars(old).items() if name not in left})
+    for hook in new._load_state_dict_pre_hooks.values():
+        if getattr(hook, "with_module", False):
+            hook.module = weakref.ref(new)  # type: ignore[attr-defined]
 
 
 def held_beside(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, nn.Module]]:

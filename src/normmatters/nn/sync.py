@@ -21,7 +21,7 @@ from normmatters.functional.statistic import Kind, compute_dtype, scale_constant
 from normmatters.kernels.dispatch import _count, max_pool
 from normmatters.nn.batchnorm_act import ThenAct
 from normmatters.nn.batchnorm_base import _LpBatchNorm
-from normmatters.nn.replace import changed, replace
+from normmatters.nn.replace import changed, keep_all, replace
 
 
 class SyncLpBatchNorm(_LpBatchNorm):
@@ -159,27 +159,11 @@ def _synchronized(module: nn.Module, process_group: Any) -> nn.Module:
     if not isinstance(module, _LpBatchNorm):
         torchs: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(module, process_group)
         return torchs
-    # The drop and the activation of the former come over with all other submodules.
-    result = (SyncLpBatchNormAct if isinstance(module, ThenAct) else SyncLpBatchNorm)(
-        module.num_features,
-        module.p,
-        module.eps,
-        module.momentum,
-        module.affine,
-        module.track_running_stats,
-        process_group,
-        k=module.k,
-        constant=module.constant,
-        act=module.act,
-        device="meta",  # what it allocates is replaced by the module's own tensors
-    )
-    result.memory, result.pool = module.memory, module.pool
-    for name, parameter in module._parameters.items():
-        result.register_parameter(name, parameter)
-    for name, buffer in module._buffers.items():
-        result._buffers[name] = buffer
-    result._modules.update(module._modules)
-    return result.train(module.training)
+    cls = SyncLpBatchNormAct if isinstance(module, ThenAct) else SyncLpBatchNorm
+    result = cls(module.num_features, device="meta")  # what it allocates is replaced by the module's own tensors
+    keep_all(module, result)
+    result.process_group = process_group
+    return result
 
 
 # --- The equations, with their reductions over the processes ---
