@@ -209,6 +209,18 @@ def test_fp16_with_a_scaler_and_clipping(tmp_path: Path) -> None:
     assert train(config, tmp_path).metrics["train_loss"] < 3
 
 
+@pytest.mark.parametrize("mode", ["wd_on", "wd_free"])
+def test_an_epoch_whose_steps_all_overflow_is_an_epoch(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scaler = torch.amp.GradScaler
+    monkeypatch.setattr(torch.amp, "GradScaler", lambda device: scaler(device, init_scale=2.0**40))
+    one_step = {"batch_size": 300, "train_size": 300, "val_size": 20}
+    result = train(small_run(data=one_step, optim={"mode": mode}, precision={"amp": "fp16"}), tmp_path)
+    assert result.status == "finished"
+    assert len({r["norm"] for r in rows(tmp_path)}) == 1
+
+
 def test_clipping_and_label_smoothing_act(tmp_path: Path) -> None:
     plain = train(small_run(optim={"epochs": 1}), tmp_path / "a").metrics["train_loss"]
     clipped = train(small_run(optim={"epochs": 1, "clip_norm": 0.01}), tmp_path / "b").metrics["train_loss"]
