@@ -283,6 +283,14 @@ def test_unwritable_folder_other_run_and_second_process(tmp_path: Path) -> None:
             train(small_run(optim={"epochs": 1}), tmp_path / "run")
 
 
+def test_a_file_system_without_locks_is_no_second_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(handle: Any, operation: int) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    assert train(small_run(optim={"epochs": 1}), tmp_path).status == "finished"
+
+
 def test_beginning_afresh_throws_away_runs_only(tmp_path: Path) -> None:
     for name in ("checkpoints/mine.pt", "tensorboard/mine", "summary.json"):  # a project's own
         (tmp_path / name).parent.mkdir(exist_ok=True)
