@@ -125,6 +125,26 @@ def test_a_validation_loss_that_is_no_number_is_divergence_too(tmp_path: Path) -
     assert (verdict.verdict, verdict.measured) == ("fails", "WD off, step-size correction diverged")
 
 
+def test_a_run_that_goes_on_has_not_diverged_yet(tmp_path: Path) -> None:
+    """Its validation loss may come back."""
+    folder = write_run(tmp_path, "fig1/wd_on", finished=False)
+    *rows, last = (folder / "metrics.jsonl").read_text().splitlines()
+    (folder / "metrics.jsonl").write_text("\n".join([*rows, json.dumps(json.loads(last) | {"val_loss": None})]) + "\n")
+    runs = collect([tmp_path])
+    assert len(runs.unfinished) == 1
+    assert not runs.results["fig1/wd_on"].done
+
+
+def test_one_seed_that_diverged_is_not_all_of_them(tmp_path: Path) -> None:
+    for seed in range(3):
+        write_run(tmp_path, "fig1/wd_on", seed=seed)
+        write_run(tmp_path, "fig1/wd_off", seed=seed, diverge=seed == 1)
+    runs = collect([tmp_path])
+    verdict = judge(next(c for c in CLAIMS if c.a == "fig1/wd_on"), runs)
+    assert (verdict.verdict, verdict.measured) == ("holds", "WD off diverged in 1 of 3 seeds")
+    assert runs.results["fig1/wd_off"].text("accuracy") == "diverged in 1 of 3 seeds"
+
+
 def test_following_is_judged_over_the_whole_course(tmp_path: Path) -> None:
     write_run(tmp_path, "fig1/wd_on", final=0.9, speed=2)
     write_run(tmp_path, "fig1/wd_off", final=0.9, speed=1)
