@@ -9,6 +9,7 @@ import shutil
 import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from synthetic_runs import write_all, write_run
@@ -348,6 +349,30 @@ def test_runs_of_your_own_get_a_section(tmp_path: Path) -> None:
     assert "My &lt;try&gt;" in page
     assert "97.00 %" in page
     assert report.verdicts == ()
+
+
+def test_an_experiment_may_be_called_anything(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, "fig1/wd_on")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"experiment": 'R&D "x" (1)'}))
+    report = write_report([tmp_path], tmp_path / "out", images=False)
+    for figure in report.figures:
+        ElementTree.parse(figure)
+    page = report.html.read_text()
+    assert '<section id="R&amp;D &quot;x&quot; (1)">' in page
+    assert 'clip-path="url(#clip-R-D--x---1--0)"' in page
+
+
+def test_a_cell_of_your_own_in_one_of_the_papers_experiments_is_shown(tmp_path: Path) -> None:
+    write_run(tmp_path, "fig1/wd_on", final=0.9)
+    folder = write_run(tmp_path, "fig1/wd_off", final=0.97)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"cell": "mine", "label": "My own"}))
+    report = write_report([tmp_path], tmp_path / "out", images=False)
+    assert "| My own | – | 97.00 % | 1 |" in report.markdown.read_text()
+    page = report.html.read_text()
+    assert "97.00 %" in page
+    assert "Validation error (your own)" in page
 
 
 def test_runs_from_before_a_setting_was_there_are_runs_of_the_same_cell(tmp_path: Path) -> None:
