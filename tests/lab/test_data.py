@@ -497,3 +497,7 @@ def test_data_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NORMMATTERS_DATA", "/some/where")
     assert data_root() == Path("/some/where")
     assert data_root("here") == Path("here")
+    monkeypatch.setenv("HOME", "/home/me")
+    assert data_root("~/data") == Path("/home/me/data")
+    with pytest.raises(ValueError, match="no image folder /home/me/sets/mine"):
+        load_data(DataConfig(name="imagefolder", dir="~/sets/mine"))
