@@ -385,6 +385,13 @@ def test_runs_from_before_a_setting_was_there_are_runs_of_the_same_cell(tmp_path
     (old / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="different settings"):
         collect([tmp_path])
+    config["model"]["width"], config["runtime"]["beam"] = 1.0, 1  # another search, another BLEU
+    (old / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="different settings"):
+        collect([tmp_path])
+    config["runtime"] |= {"beam": 4, "compile": "compile"}
+    (old / "config.json").write_text(json.dumps(config))
+    assert len(collect([tmp_path]).results["fig1/wd_on"].runs) == 2
 
 
 def test_bad_folders_are_told(tmp_path: Path) -> None:

@@ -291,6 +291,7 @@ def _whole(config: Any, path: Path) -> dict[str, Any]:
 
 def _identity(run: Run) -> str:
     config = {k: v for k, v in run.config.items() if k not in ("seed", "label", "runtime")}
+    config |= {key: run.config["runtime"][key] for key in ("beam", "length_penalty")}
     return json.dumps(config, sort_keys=True)
 
 
