@@ -76,6 +76,9 @@ def test_extends_takes_what_is_not_said(tmp_path: Path) -> None:
         ({"optim": {"mode": "corrected"}}, "optim.reference"),
         ({"optim": {"mode": "wd_free"}}, "weight_decay must be positive"),
         ({"model": {"norm": "lp"}}, "model.p"),
+        ({"model": {"p": 1.5}}, "model.p must be unset with norm l2: it is lp's, got 1.5"),  # it would be L2
+        ({"optim": {"angle": 0.1}}, "optim.angle must be unset but with mode angular, got 0.1"),
+        ({"optim": {"mode": "corrected", "reference": ""}}, "optim.reference must be the cell .*, got ''"),
         ({"model": {"constant": "precise"}}, "model.constant"),
         ({"model": {"norm_input_scale": 100}}, "model.norm_input_scale must be a power of two from .*, got 100.0"),
         ({"model": {"norm_input_scale": -2}}, "model.norm_input_scale must be a power of two"),

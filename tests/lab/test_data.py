@@ -306,10 +306,51 @@ def test_image_folders(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="classes that train has not: dgo"):
         images(DataConfig(name="imagefolder", image_size=16, batch_size=4), tmp_path)
     (tmp_path / "imagenet" / "val" / "dgo").rmdir()
+    (tmp_path / "imagenet" / "val" / "images").mkdir()
     for line in ("0.png\tdgo\t0\n", "0.png dog\n"):
         (tmp_path / "imagenet" / "val" / "val_annotations.txt").write_text(line)
         with pytest.raises(ValueError, match=r"val_annotations\.txt: no class '(dgo)?' in train"):
             images(DataConfig(name="imagefolder", image_size=16, batch_size=4), tmp_path)
+
+
+def test_tiny_imagenets_validation_set_as_it_comes_and_sorted(tmp_path: Path) -> None:
+    pil = pytest.importorskip("PIL.Image")
+    config, folder = DataConfig(name="tiny_imagenet", batch_size=2), tmp_path / "tiny-imagenet-200"
+    for label in ("n01", "n02"):
+        (folder / "train" / label / "images").mkdir(parents=True)
+        pil.new("RGB", (64, 64)).save(folder / "train" / label / "images" / f"{label}_0.JPEG")
+    (folder / "val" / "images").mkdir(parents=True)
+    table = folder / "val" / "val_annotations.txt"
+    table.write_text("val_0.JPEG\tn02\t0\t0\t9\t9\nval_1.JPEG\tn01\t0\t0\t9\t9\n")
+    pil.new("RGB", (64, 64)).save(folder / "val" / "images" / "val_0.JPEG")
+    with pytest.raises(ValueError, match=r"1 of its 2 images are missing, such as val_1\.JPEG"):
+        images(config, tmp_path)
+    pil.new("RGB", (64, 64)).save(folder / "val" / "images" / "val_1.JPEG")
+    assert [y.tolist() for _, y in images(config, tmp_path).val] == [[1, 0]]
+    # as the scripts leave it that sort it into folders
+    for name, label in (("val_0.JPEG", "n02"), ("val_1.JPEG", "n01")):
+        (folder / "val" / label).mkdir()
+        (folder / "val" / "images" / name).rename(folder / "val" / label / name)
+    (folder / "val" / "images").rmdir()
+    assert [y.tolist() for _, y in images(config, tmp_path).val] == [[0, 1]]
+
+
+def test_hidden_files_are_no_images_and_a_broken_one_is_named(tmp_path: Path) -> None:
+    pil = pytest.importorskip("PIL.Image")
+    for split in ("train", "val"):
+        folder = tmp_path / "imagenet" / split / "cat"
+        (folder / ".ipynb_checkpoints").mkdir(parents=True)
+        for name in ("0.png", "1.png", ".ipynb_checkpoints/0-checkpoint.png"):
+            pil.new("RGB", (20, 20)).save(folder / name)
+        (folder / "._0.png").write_bytes(b"macOS")
+    data = images(DataConfig(name="imagefolder", image_size=16, batch_size=2), tmp_path)
+    assert data.train.steps == 1
+    assert data.val.count == 2
+    damaged = bytearray((folder / "1.png").read_bytes())
+    damaged[damaged.index(b"IDAT") : damaged.index(b"IDAT") + 4] = b"\x97Y\xf4\x03"
+    (folder / "1.png").write_bytes(damaged)  # of which PIL says SyntaxError
+    with pytest.raises(ValueError, match=r"cannot read the image .*1\.png"):
+        list(data.val)
 
 
 @pytest.mark.parametrize("name", ["tiny_imagenet", "imagefolder"])
@@ -392,6 +433,21 @@ def test_only_a_line_feed_ends_a_line(tmp_path: Path) -> None:
     assert read_pairs(tmp_path, "train", "de", "en") == (["ein\rHaus", "zwei"], ["a house", "two"])
 
 
+def test_tags_in_a_text_are_text(tmp_path: Path) -> None:
+    """A web page's "</s>" was taken for the end of the sentence, and "<pad>" for nothing at all."""
+    rows = [("<s>alt</s> neu <pad> x", "<s>old</s> new <pad> x")] * 4
+    for split in ("train", "val"):
+        write_pairs(tmp_path / "tags", split, rows)
+    (tmp_path / "run").mkdir()
+    for _ in range(2):  # learned, and read again
+        data = load_data(DataConfig(name="text", dir="tags", vocab_size=300), tmp_path, cache=tmp_path / "run")
+        assert isinstance(data, TextData)
+        batch = next(iter(data.val))
+        assert (batch.target_out == EOS).sum(1).tolist() == [1] * 4
+        assert data.decode(batch.target_out[0].tolist()) == rows[0][1]
+        assert data.decode(batch.source[0].tolist()) == rows[0][0]
+
+
 def test_text_batches_hold_every_pair_once_and_respect_the_budget() -> None:
     generator = np.random.default_rng(0)
     pairs = [([i + 3] * generator.integers(1, 30), [i + 3] * generator.integers(1, 30)) for i in range(300)]
@@ -441,3 +497,7 @@ def test_data_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NORMMATTERS_DATA", "/some/where")
     assert data_root() == Path("/some/where")
     assert data_root("here") == Path("here")
+    monkeypatch.setenv("HOME", "/home/me")
+    assert data_root("~/data") == Path("/home/me/data")
+    with pytest.raises(ValueError, match="no image folder /home/me/sets/mine"):
+        load_data(DataConfig(name="imagefolder", dir="~/sets/mine"))

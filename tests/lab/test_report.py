@@ -9,6 +9,7 @@ import shutil
 import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from synthetic_runs import write_all, write_run
@@ -123,6 +124,26 @@ def test_a_validation_loss_that_is_no_number_is_divergence_too(tmp_path: Path) -
     claim = Claim("E1", "ends there", "equal", "fig1/corrected", "fig1/wd_on", 0.3)
     verdict = judge(claim, collect([tmp_path]))
     assert (verdict.verdict, verdict.measured) == ("fails", "WD off, step-size correction diverged")
+
+
+def test_a_run_that_goes_on_has_not_diverged_yet(tmp_path: Path) -> None:
+    """Its validation loss may come back."""
+    folder = write_run(tmp_path, "fig1/wd_on", finished=False)
+    *rows, last = (folder / "metrics.jsonl").read_text().splitlines()
+    (folder / "metrics.jsonl").write_text("\n".join([*rows, json.dumps(json.loads(last) | {"val_loss": None})]) + "\n")
+    runs = collect([tmp_path])
+    assert len(runs.unfinished) == 1
+    assert not runs.results["fig1/wd_on"].done
+
+
+def test_one_seed_that_diverged_is_not_all_of_them(tmp_path: Path) -> None:
+    for seed in range(3):
+        write_run(tmp_path, "fig1/wd_on", seed=seed)
+        write_run(tmp_path, "fig1/wd_off", seed=seed, diverge=seed == 1)
+    runs = collect([tmp_path])
+    verdict = judge(next(c for c in CLAIMS if c.a == "fig1/wd_on"), runs)
+    assert (verdict.verdict, verdict.measured) == ("holds", "WD off diverged in 1 of 3 seeds")
+    assert runs.results["fig1/wd_off"].text("accuracy") == "diverged in 1 of 3 seeds"
 
 
 def test_following_is_judged_over_the_whole_course(tmp_path: Path) -> None:
@@ -330,6 +351,30 @@ def test_runs_of_your_own_get_a_section(tmp_path: Path) -> None:
     assert report.verdicts == ()
 
 
+def test_an_experiment_may_be_called_anything(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, "fig1/wd_on")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"experiment": 'R&D "x" (1)'}))
+    report = write_report([tmp_path], tmp_path / "out", images=False)
+    for figure in report.figures:
+        ElementTree.parse(figure)
+    page = report.html.read_text()
+    assert '<section id="R&amp;D &quot;x&quot; (1)">' in page
+    assert 'clip-path="url(#clip-R-D--x---1--0)"' in page
+
+
+def test_a_cell_of_your_own_in_one_of_the_papers_experiments_is_shown(tmp_path: Path) -> None:
+    write_run(tmp_path, "fig1/wd_on", final=0.9)
+    folder = write_run(tmp_path, "fig1/wd_off", final=0.97)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"cell": "mine", "label": "My own"}))
+    report = write_report([tmp_path], tmp_path / "out", images=False)
+    assert "| My own | – | 97.00 % | 1 |" in report.markdown.read_text()
+    page = report.html.read_text()
+    assert "97.00 %" in page
+    assert "Validation error (your own)" in page
+
+
 def test_runs_from_before_a_setting_was_there_are_runs_of_the_same_cell(tmp_path: Path) -> None:
     old, _ = (write_run(tmp_path, "fig1/wd_on", seed=seed) for seed in (0, 1))
     config = json.loads((old / "config.json").read_text())
@@ -340,6 +385,13 @@ def test_runs_from_before_a_setting_was_there_are_runs_of_the_same_cell(tmp_path
     (old / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="different settings"):
         collect([tmp_path])
+    config["model"]["width"], config["runtime"]["beam"] = 1.0, 1  # another search, another BLEU
+    (old / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="different settings"):
+        collect([tmp_path])
+    config["runtime"] |= {"beam": 4, "compile": "compile"}
+    (old / "config.json").write_text(json.dumps(config))
+    assert len(collect([tmp_path]).results["fig1/wd_on"].runs) == 2
 
 
 def test_bad_folders_are_told(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from normmatters.lab import checkpoint
 from normmatters.lab.config import to_json
+from normmatters.lab.regimes import Regime, _optimizer
 from normmatters.lab.runlog import RunError
 from normmatters.lab.trainer import train
 
@@ -93,6 +94,33 @@ def test_interrupted_runs_end_the_same(mode: str, reference: Path) -> None:
         assert equal(states[0][key], states[1][key]), key
     assert equal(*(load_file(folder / "norms.safetensors") for folder in (whole, broken)))
     assert not (broken / "error.json").exists()
+
+
+@pytest.mark.parametrize("optim", [{}, {"name": "adam"}, {"mode": "wd_free"}, {"mode": "angular"}], ids=str)
+def test_a_state_moves_between_eager_and_captured_steps(optim: dict[str, Any]) -> None:
+    """As from a CPU to a GPU: a learning rate that came as a number would stay in the graph for ever."""
+    config = small_run(optim={"milestones": [1], "epochs": 2, "weight_decay": 5e-3, **optim}).optim
+
+    def regime(capture: bool) -> Regime:
+        torch.manual_seed(0)
+        weight, cpu = torch.nn.Parameter(torch.randn(4, 8)), torch.device("cpu")
+        group = {"params": [("w", weight)], "weight_decay": 5e-3, "weight_decay_free": True, "angular": True}
+        return Regime(_optimizer(config, [group], cpu, capture), config, 5, None, None, {}, capture)
+
+    eager, captured = regime(False), regime(True)
+    captured.load_state_dict(eager.state_dict())
+    captured.before_step(5)  # behind the milestone
+    (group,) = captured.optimizer.param_groups
+    assert isinstance(group["lr"], torch.Tensor)
+    assert group["lr"].item() == pytest.approx(0.1 * config.lr)
+    assert group.get("capturable", True)
+
+    eager.load_state_dict(captured.state_dict())
+    (group,) = eager.optimizer.param_groups
+    assert group["lr"] == pytest.approx(0.1 * config.lr)
+    assert isinstance(group["lr"], float)
+    torch.nn.functional.normalize(group["params"][0], dim=1)[0, 0].backward()
+    eager.optimizer.step()  # torch's Adam refuses capturable=True on a CPU
 
 
 def test_kill_9_at_random_moments(tmp_path: Path) -> None:

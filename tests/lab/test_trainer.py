@@ -209,6 +209,18 @@ def test_fp16_with_a_scaler_and_clipping(tmp_path: Path) -> None:
     assert train(config, tmp_path).metrics["train_loss"] < 3
 
 
+@pytest.mark.parametrize("mode", ["wd_on", "wd_free"])
+def test_an_epoch_whose_steps_all_overflow_is_an_epoch(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scaler = torch.amp.GradScaler
+    monkeypatch.setattr(torch.amp, "GradScaler", lambda device: scaler(device, init_scale=2.0**40))
+    one_step = {"batch_size": 300, "train_size": 300, "val_size": 20}
+    result = train(small_run(data=one_step, optim={"mode": mode}, precision={"amp": "fp16"}), tmp_path)
+    assert result.status == "finished"
+    assert len({r["norm"] for r in rows(tmp_path)}) == 1
+
+
 def test_clipping_and_label_smoothing_act(tmp_path: Path) -> None:
     plain = train(small_run(optim={"epochs": 1}), tmp_path / "a").metrics["train_loss"]
     clipped = train(small_run(optim={"epochs": 1, "clip_norm": 0.01}), tmp_path / "b").metrics["train_loss"]
@@ -269,6 +281,14 @@ def test_unwritable_folder_other_run_and_second_process(tmp_path: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(RunError, match="another process"):
             train(small_run(optim={"epochs": 1}), tmp_path / "run")
+
+
+def test_a_file_system_without_locks_is_no_second_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(handle: Any, operation: int) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    assert train(small_run(optim={"epochs": 1}), tmp_path).status == "finished"
 
 
 def test_beginning_afresh_throws_away_runs_only(tmp_path: Path) -> None:

@@ -86,6 +86,19 @@ def test_narrow_beam_scores_what_it_returns_and_never_beats_the_best() -> None:
         assert own <= brute_force(model, sentence, 4, 0.6)[1] + 1e-6
 
 
+def test_a_penalty_on_length_stops_no_search_too_soon() -> None:
+    """With α < 0 a beam's hope is its next end, not the longest."""
+    model = Toy(1, 50, sharpness=0.0)
+    with torch.no_grad():
+        model.table[..., EOS] = -10.0
+        model.table[..., 4] = 1.0
+        model.table[:, 4, :, EOS] = 20.0
+    found, scores = beam_search(model, torch.zeros(1, 1, dtype=torch.int64), alpha=-1.0, max_length=50)
+    want = [4, 4, 4, 4, EOS]
+    assert [t for t in found[0].tolist() if t != PAD] == want[:-1]
+    assert scores.item() == pytest.approx(log_p(model, 0, want) / length_penalty(5, -1.0), abs=1e-5)
+
+
 def test_a_sentence_that_never_ends_is_cut() -> None:
     model = Toy(1, 3, sharpness=0.0)
     with torch.no_grad():

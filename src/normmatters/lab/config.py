@@ -137,7 +137,8 @@ class PrecisionConfig:
 
 @dataclass(frozen=True)
 class RuntimeConfig:
-    """How it is run; nothing here changes a number by more than rounding (and what dropout draws).
+    """How it is run; nothing here changes a number by more than rounding (and what dropout draws), but for ``beam`` and
+    ``length_penalty``, on which BLEU depends.
 
     ``compile``: "cudagraph" replays whole steps; batches of text are then filled up to few shapes.
     A checkpoint is written every ``checkpoint_every`` epochs, if the last one is ``checkpoint_seconds`` old or more.
@@ -309,7 +310,9 @@ def _check_values(config: RunConfig, origin: str) -> None:
     rising = list(optim.milestones) == sorted(m for m in optim.milestones if 0 <= m < math.inf)
     need(rising, "optim.milestones", "epochs in rising order", optim.milestones)
     if optim.mode == "corrected":
-        need(optim.reference is not None, "optim.reference", "the cell whose norms are followed (mode corrected)", None)
+        told = "the cell whose norms are followed (mode corrected)"
+        need(bool(optim.reference), "optim.reference", told, optim.reference)
+    need(optim.angle is None or optim.mode == "angular", "optim.angle", "unset but with mode angular", optim.angle)
     if optim.mode in ("angular", "wd_free") and optim.angle is None:
         need(optim.weight_decay > 0, "optim.weight_decay", f"positive with mode {optim.mode}", optim.weight_decay)
     if optim.schedule == "warmup_sqrt":
@@ -331,6 +334,8 @@ def _check_values(config: RunConfig, origin: str) -> None:
         need(model.name in ("small_cnn", "vgg11"), "model.name", "small_cnn or vgg11 with activation trelu", model.name)
     if model.norm == "lp":
         need(model.p is not None and model.p >= 1, "model.p", "a number >= 1 with norm lp", model.p)
+    else:
+        need(model.p is None, "model.p", f"unset with norm {model.norm}: it is lp's", model.p)
     if isinstance(model.constant, str):
         names = ("exact", "paper", "none")
         need(model.constant in names, "model.constant", f"one of {names} or a positive factor", model.constant)

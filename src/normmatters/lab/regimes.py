@@ -69,6 +69,9 @@ def _load_recording(file: Path) -> Recording:
         raise ValueError(f"{file} is damaged: {error}") from None
 
 
+_HOW = ("fused", "foreach", "capturable")  # of a parameter group: by which kernels, not which numbers
+
+
 class Regime:
     """Optimizer, schedule and recorder of one run, as one thing to step, save and load."""
 
@@ -129,7 +132,8 @@ class Regime:
             ratio = self.optimizer.ratio
         elif self.config.mode == "wd_free":
             first = self.optimizer.param_groups[0]["params"][0]
-            ratio = dict.fromkeys(norms, float(self.optimizer.state[first]["alpha"]) ** 2)
+            alpha = self.optimizer.state[first].get("alpha", 1.0)  # none before the first step
+            ratio = dict.fromkeys(norms, float(alpha) ** 2)
         power = 2 if self.config.name == "sgd" else 1
         steps = torch.cat([self.lr * ratio[n] / norm**power for n, norm in norms.items()])
         return {"norm": mean, "effective_step": steps.mean().item()}
@@ -142,7 +146,16 @@ class Regime:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.optimizer.load_state_dict(state["optimizer"])
+        """The state may be of another device, or of eager steps: how this optimizer takes its steps stays its own.
+
+        A learning rate that is a number would be part of a captured graph, and stay what it was then.
+        """
+        saved = []
+        for group, other in zip(self.optimizer.param_groups, state["optimizer"]["param_groups"], strict=True):
+            own, lr = group["lr"], float(other["lr"])
+            kept = {key: group[key] for key in _HOW if key in group}
+            saved.append({**other, **kept, "lr": torch.full_like(own, lr) if isinstance(own, Tensor) else lr})
+        self.optimizer.load_state_dict({**state["optimizer"], "param_groups": saved})
         if self.norm_schedule is not None:
             self.norm_schedule.load_state_dict(state["norm_schedule"])
         if self.recorder is not None:

@@ -99,9 +99,11 @@ class RunFolder:
             raise _clear(error, Path(error.filename or self.path)) from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             self._lock.close()
             raise RunError("busy", f"{self.path}: another process is running this run") from None
+        except OSError:
+            pass  # a file system without locks, such as Lustre often is
         return self
 
     def __exit__(self, *_: object) -> None:

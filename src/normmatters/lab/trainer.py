@@ -209,6 +209,8 @@ class _Run:
         self.model.train()
         self.stepper.sums.zero_()
         step = epoch * self.steps
+        recorder = self.regime.recorder
+        before = recorder.steps if recorder is not None else 0
         for batch in self.data.train.epoch(epoch):
             self.stepper(batch, step)
             step += 1
@@ -220,8 +222,8 @@ class _Run:
         row: dict[str, Any] = {"epoch": epoch + 1, "step": step, "lr": self.regime.lr}
         row |= self.objective.epoch_metrics(sums, "train")
         if row["train_loss"] is not None:
-            if self.regime.recorder is not None:
-                self.regime.recorder.end_epoch()
+            if recorder is not None and recorder.steps > before:  # fp16 may have left out all of a few steps
+                recorder.end_epoch()
             row |= self.regime.describe()
         return row | {"seconds": seconds, "time_per_step": seconds / self.steps}
 
@@ -322,9 +324,10 @@ class _Run:
         return RunResult("nan", self.folder.path, summary, message)
 
     def _save_norms(self) -> None:
-        if self.regime.recorder is not None and self.rows:
+        recorder = self.regime.recorder
+        if recorder is not None and recorder.steps and self.rows:
             with tempfile.TemporaryDirectory() as scratch:  # a full disk there is not the run's, and tells so itself
-                self.regime.recorder.save(f"{scratch}/norms")
+                recorder.save(f"{scratch}/norms")
                 write_atomic(self.folder.path / "norms.safetensors", Path(scratch, "norms").read_bytes())
 
     def _summary(self, status: str) -> dict[str, Any]:

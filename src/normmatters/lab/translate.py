@@ -65,8 +65,9 @@ def beam_search(
         tokens = torch.cat([tokens.gather(1, parent[:, :, None].expand(-1, -1, length)), token[:, :, None]], 2)
         rows = (first + parent).flatten()
         state = pytree.tree_map(lambda t, rows=rows: t.index_select(0, rows), state)
-        # log p only falls: a beam's best hope is to end after max_length tokens, where the penalty divides most
-        hope = alive[:, 0] / length_penalty(max_length, alpha)
+        # log p only falls: a beam's best hope is to end where the penalty divides most, after max_length tokens, or
+        # (α < 0) at once
+        hope = alive[:, 0] / max(length_penalty(length + 1, alpha), length_penalty(max_length, alpha))
         if length % 4 == 0 and bool((best_score >= hope).all()):
             break
     unfinished = best_score.isinf()

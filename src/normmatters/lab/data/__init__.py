@@ -58,8 +58,11 @@ class ImageData:
 
 
 def data_root(data_dir: str | Path | None = None) -> Path:
-    """Where data lives: the argument, else ``NORMMATTERS_DATA``, else ``./data``."""
-    return Path(data_dir or os.environ.get("NORMMATTERS_DATA") or "data")
+    """Where data lives: the argument, else ``NORMMATTERS_DATA``, else ``./data``.
+
+    A shell expands no ~ behind an equals sign (``--data-dir=~/data``), nor does a TOML file.
+    """
+    return Path(data_dir or os.environ.get("NORMMATTERS_DATA") or "data").expanduser()
 
 
 def load_data(
@@ -76,7 +79,7 @@ def load_data(
     shard = shard or Shard()
     folder = None
     if config.name in USUAL_FOLDER:
-        folder = data_root(data_dir) / (config.dir or USUAL_FOLDER[config.name])
+        folder = data_root(data_dir) / Path(config.dir or USUAL_FOLDER[config.name]).expanduser()
     if config.name in TEXT:
         return text.load(config, folder, seed=seed, shard=shard, device=device, cache=cache)
     if config.name == "digits":

@@ -67,7 +67,7 @@ class FolderSource:
         try:
             with Image.open(path) as file:
                 image: Any = file.convert("RGB")
-        except OSError as error:
+        except Exception as error:  # PIL raises SyntaxError, too, or an error of its own for one that is too large
             raise ValueError(f"cannot read the image {path}: {error}") from None
         width, height = image.size
         if crop is not None:
@@ -122,19 +122,29 @@ def _arrays(folder: Path, split: str, size: int | None) -> ArraySource:
 
 def _files(folder: Path, number: dict[str, int]) -> tuple[list[Path], list[int]]:
     annotations = folder / "val_annotations.txt"  # Tiny-ImageNet names its validation classes in a table
-    if annotations.is_file():
+    if annotations.is_file() and (folder / "images").is_dir():  # many sort it into folders, and leave the table
         rows = [[*line.split("\t"), ""][:2] for line in annotations.read_text().splitlines() if line]
         if unknown := [label for _, label in rows if label not in number]:
             told = f"{annotations}: no class {unknown[0]!r} in train"
             raise ValueError(f"{told}; a line has an image, a tab and its class")
+        there = {path.name for path in (folder / "images").iterdir()}
+        if missing := [name for name, _ in rows if name not in there]:
+            raise ValueError(
+                f"{annotations}: {len(missing)} of its {len(rows)} images are missing, such as {missing[0]}"
+            )
         return [folder / "images" / name for name, _ in rows], [number[label] for _, label in rows]
     pairs = [
         (path, label)
         for name, label in number.items()
         for path in sorted((folder / name).rglob("*"))
-        if path.suffix.lower() in _SUFFIXES
+        if path.suffix.lower() in _SUFFIXES and not _hidden(path.relative_to(folder))
     ]
     return [p for p, _ in pairs], [label for _, label in pairs]
+
+
+def _hidden(path: Path) -> bool:
+    """As ``._cat.jpg``, which macOS leaves, and Jupyter's copies in ``.ipynb_checkpoints``."""
+    return any(part.startswith(".") for part in path.parts)
 
 
 def load_arrays(folder: Path, size: int | None) -> Splits:

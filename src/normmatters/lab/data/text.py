@@ -71,11 +71,14 @@ def make_tokenizer(lines: list[str], vocab_size: int, learned: str | None = None
         raise ValueError('text needs tokenizers: pip install "normmatters[lab]"') from None
     if learned is not None:
         try:
-            return Tokenizer.from_str(learned)
+            tokenizer = Tokenizer.from_str(learned)
         except Exception as error:  # tokenizers raises nothing more special
             told = f"the run's tokenizer.json is damaged ({error})"
             raise ValueError(f"{told}: begin again (--fresh, resume=False)") from None
+        tokenizer.encode_special_tokens = True
+        return tokenizer
     tokenizer = Tokenizer(models.BPE())
+    tokenizer.encode_special_tokens = True  # "</s>" in a text, such as web pages have, is text and no end
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     # all 256 bytes where the vocabulary has room for them: then no text is unknown

@@ -95,7 +95,8 @@ class Run:
         Of training, which ends the run, or of validation, whose accuracy is then that of a guess.
         """
         validated = [row for row in self.metrics if "val_loss" in row]
-        return (self.error or {}).get("kind") == "nan" or bool(validated and validated[-1]["val_loss"] is None)
+        in_the_end = self.finished and bool(validated) and validated[-1]["val_loss"] is None
+        return (self.error or {}).get("kind") == "nan" or in_the_end
 
     @property
     def alone_on_gpu(self) -> bool:
@@ -138,6 +139,12 @@ class Result:
     def diverged(self) -> bool:
         return any(r.diverged for r in self.done)
 
+    @property
+    def divergence(self) -> str:
+        """ "diverged", and in how many seeds where it was not in all; empty where none did."""
+        count = sum(r.diverged for r in self.done)
+        return "" if not count else "diverged" + (f" in {count} of {len(self.done)} seeds" * (count < len(self.done)))
+
     def final(self, name: str) -> Number | None:
         """The last epoch's value over seeds (for ``seconds`` the median epoch); None where no run has it."""
         metric = METRICS[name]
@@ -157,7 +164,7 @@ class Result:
         """:meth:`final` for a table."""
         metric, number = METRICS[name], self.final(name)
         if self.diverged:
-            return "diverged"
+            return self.divergence
         return "–" if number is None else number.text(metric.digits, metric.unit or metric.label)
 
     @property
@@ -284,6 +291,7 @@ def _whole(config: Any, path: Path) -> dict[str, Any]:
 
 def _identity(run: Run) -> str:
     config = {k: v for k, v in run.config.items() if k not in ("seed", "label", "runtime")}
+    config |= {key: run.config["runtime"][key] for key in ("beam", "length_penalty")}
     return json.dumps(config, sort_keys=True)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from html import escape
@@ -108,7 +109,7 @@ def svg(chart: Chart, *, standalone: bool = False, id: str = "chart") -> str:
     parts.append(f'<text x="{_LEFT + width / 2}" y="{_HEIGHT - 5}" text-anchor="middle">epoch</text>')
     middle, label = _TOP + height / 2, escape(chart.axis)
     parts.append(f'<text transform="rotate(-90 11 {middle})" x="11" y="{middle}" text-anchor="middle">{label}</text>')
-    clip = f"clip-{id}"
+    clip = re.sub(r"\W", "-", f"clip-{id}")  # a user's experiment may be called R&D
     parts.append(
         f'<clipPath id="{clip}"><rect x="{_LEFT}" y="{_TOP}" width="{width + 4}" height="{height}"/></clipPath>'
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from html import escape
 from importlib import resources
 from string import Template
@@ -28,7 +29,7 @@ def page(collection: Collection, verdicts: Sequence[Verdict], not_run: str = "",
     """The whole report as one HTML string; ``not_run`` stands below the claims."""
     sections = experiments_of(collection)
     links = ['<li><a href="#summary">Summary</a></li>']
-    links += [f'<li><a href="#{e.name}">{escape(e.title)}{_score(e, verdicts)}</a></li>' for e in sections]
+    links += [f'<li><a href="#{escape(e.name)}">{escape(e.title)}{_score(e, verdicts)}</a></li>' for e in sections]
     body = [_summary(sections, verdicts, not_run), *(_section(e, collection, verdicts) for e in sections)]
     if collection.unfinished:
         body.append(_unfinished(collection.unfinished))
@@ -66,19 +67,22 @@ def facts(collection: Collection) -> dict[str, str]:
 
 
 def experiments_of(collection: Collection) -> list[Experiment]:
-    """The paper's experiments that have results, then one made up for each experiment of the user's own."""
+    """The paper's experiments that have results, then one made up for each experiment of the user's own.
+
+    A cell of the user's own in one of the paper's experiments comes after its cells, in a panel of its own.
+    """
     known = {e.name: e for e in EXPERIMENTS}
     found = []
     for name in collection.experiments:
         results = collection.of(name)
-        if name in known:
-            found.append(known[name])
-            continue
-        text = [c for c, r in results.items() if r.config["data"]["name"] in ("text", "numbers")]
-        image = [c for c in results if c not in text]
-        panels = [Panel("Validation error", tuple(image))] if image else []
-        panels += [Panel("Validation perplexity", tuple(text), "ppl")] if text else []
-        found.append(Experiment(name, name, "Your own runs", "", tuple(panels), tuple(results)))
+        one = known.get(name, Experiment(name, name, "Your own runs", ""))
+        own = [cell for cell in results if cell not in one.rows]
+        text = tuple(c for c in own if results[c].config["data"]["name"] in ("text", "numbers"))
+        image = tuple(c for c in own if c not in text)
+        whose = " (your own)" if one.rows else ""
+        panels = [Panel(f"Validation error{whose}", image)] if image else []
+        panels += [Panel(f"Validation perplexity{whose}", text, "ppl")] if text else []
+        found.append(replace(one, panels=(*one.panels, *panels), rows=(*one.rows, *own)))
     return found
 
 
@@ -136,7 +140,7 @@ def _summary(sections: Sequence[Experiment], verdicts: Sequence[Verdict], not_ru
     for e in sections:
         own = [v for v in verdicts if v.claim.experiment == e.name]
         if own:
-            link = f'<a href="#{e.name}">{escape(e.title)} · {escape(e.topic)}</a>'
+            link = f'<a href="#{escape(e.name)}">{escape(e.title)} · {escape(e.topic)}</a>'
             rows.append(f'<tr class="group"><td colspan="4">{link}</td></tr>')
             rows += [_claim_row(v) for v in own]
     rule = (
@@ -164,12 +168,14 @@ def _claim_row(v: Verdict) -> str:
 
 
 def _anchor(name: str) -> str:
-    return f'<a class="anchor" href="#{name}" aria-label="Link to this section">#</a>'
+    return f'<a class="anchor" href="#{escape(name)}" aria-label="Link to this section">#</a>'
 
 
 def _section(e: Experiment, collection: Collection, verdicts: Sequence[Verdict]) -> str:
     results = collection.of(e.name)
-    parts = [f'<section id="{e.name}"><h2><small>{escape(e.title)}</small>{escape(e.topic)}{_anchor(e.name)}</h2>']
+    parts = [
+        f'<section id="{escape(e.name)}"><h2><small>{escape(e.title)}</small>{escape(e.topic)}{_anchor(e.name)}</h2>'
+    ]
     if e.shows:
         parts.append(f'<p class="shows"><b>The paper.</b> {_code(e.shows)}</p>')
     parts += [_differences(results), _panels(e, collection), _table(e, results)]

@@ -81,7 +81,7 @@ def judge(claim: Claim, collection: Collection) -> Verdict:
         return _cheaper(claim, a, b)
     if a.diverged or b.diverged:
         holds = claim.rule == "better" and not a.diverged
-        return Verdict(claim, "holds" if holds else "fails", f"{(b if b.diverged else a).cell.label} diverged")
+        return Verdict(claim, "holds" if holds else "fails", _who(a, b))
     x, y = a.final(claim.metric), b.final(claim.metric)
     if x is None or y is None:
         return Verdict(claim, "open", f"no {METRICS[claim.metric].label} recorded")
@@ -99,6 +99,11 @@ def judge(claim: Claim, collection: Collection) -> Verdict:
         # A difference that is the margin itself in print must not fail on the last bit of a float.
         verdict = "holds" if over <= 1e-9 else "fails" if over > noise else "open"
     return Verdict(claim, verdict, measured)
+
+
+def _who(a: Result, b: Result) -> str:
+    one = b if b.diverged else a
+    return f"{one.cell.label} {one.divergence}"
 
 
 def _noise(x: Number, y: Number) -> float | None:
@@ -137,7 +142,7 @@ def _follows(claim: Claim, a: Result, b: Result, c: Result | None) -> Verdict:
     if c is None or not c.done:
         return Verdict(claim, "open", f"no finished run of {claim.c}")
     if a.diverged or b.diverged:
-        return Verdict(claim, "fails", f"{(b if b.diverged else a).cell.label} diverged")
+        return Verdict(claim, "fails", _who(a, b))
     here, other = _gap(a, b), _gap(c, b)
     if here is None or other is None:
         return Verdict(claim, "open", "no common epochs")
