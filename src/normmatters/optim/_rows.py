@@ -126,12 +126,15 @@ class TestedChannels(Protocol):
 Named = nn.Module | TestedChannels | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 """The ways to say which weights are meant, with their names."""
 
-_WRAPPERS = ("module.", "_orig_mod.")  # DistributedDataParallel and torch.compile prefix every name
+# Parts that torch.compile and checkpoint_wrapper put into names, of single blocks too. DDP's is `module`: only at the
+# front, for a user may have one.
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
 def plain_name(name: str) -> str:
-    """`name` without the prefixes of DDP and `torch.compile`, so that a recording fits the bare model too."""
-    while name.startswith(_WRAPPERS):
+    """`name` without the parts of DDP and `torch.compile`, so that a recording fits the bare model too."""
+    name = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    while name.startswith("module."):
         name = name.split(".", 1)[1]
     return name
 
