@@ -247,12 +247,21 @@ class Channels:
             )
         return [where[id(w)] for w in self.weights]
 
-    def check_no_weight_decay(self, optimizer: Optimizer) -> None:
-        """Raise where the optimizer decays one of these weights."""
-        for name, index in zip(self.names, self.groups(optimizer)):
-            decay = optimizer.param_groups[index].get("weight_decay", 0)
-            if decay != 0:
+    def check_norms_are_free(self, optimizer: Optimizer) -> None:
+        """Raise where more than the steps moves these norms: weight decay, an angular optimizer, a second name."""
+        first = dict[int, str]()
+        for name, weight, index in zip(self.names, self.weights, self.groups(optimizer)):
+            group = optimizer.param_groups[index]
+            if group.get("angular"):
                 raise ValueError(
-                    f"{name!r} must be trained without weight decay here, its group has weight_decay={decay}: "
-                    "put scale-invariant weights in a group with weight_decay=0 (see split_parameters)"
+                    f"{name!r} is turned by an angle, whatever its norm, which is kept: move the angle's learning rate "
+                    "instead, or put it in a group with angular=False"
                 )
+            if (group.get("weight_decay") or 0) != 0:
+                raise ValueError(
+                    f"{name!r} must be trained without weight decay here, its group has "
+                    f"weight_decay={group['weight_decay']}: put scale-invariant weights in a group with weight_decay=0 "
+                    "(see split_parameters)"
+                )
+            if (other := first.setdefault(id(weight), name)) != name:
+                raise ValueError(f"{other!r} and {name!r} are one tensor, which would be rescaled twice: name it once")

@@ -274,6 +274,12 @@ class Angular(OptimizerWrapper):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Take one step. ``closure``, if given, reevaluates the model once and returns the loss, which is returned."""
+        for i, group in enumerate(self.param_groups):
+            if "angular" not in group:
+                raise ValueError(
+                    f"group {i} has lost its angular, dim and angle: it was loaded into, or added to, the wrapped "
+                    "optimizer. Do so before it is wrapped, or by the wrapper"
+                )
         loss = loss_of(closure)
         angular = [(i, group) for i, group in enumerate(self.param_groups) if group["angular"]]
         params: dict[int, list[Tensor]] = {}
