@@ -43,10 +43,11 @@ def rescale_factor(alpha: Scalar) -> Scalar:
     return 1.0 if alpha < RESCALE_AT else factor
 
 
-def learning_rate(group: Group) -> float | Tensor:
-    """η of a group, a tensor in double: in float32 1 − ηλ is rough."""
-    lr = group["lr"]
-    return lr.double() if isinstance(lr, Tensor) else lr  # type: ignore[no-any-return]
+def rates(group: Group, on_host: bool = False) -> tuple[Any, Any]:
+    """(η, λ) of a group, tensors in double: in float32 1 − ηλ is rough."""
+    values = (value.double() if isinstance(value, Tensor) else value for value in (group["lr"], group["weight_decay"]))
+    lr, weight_decay = map(host_value, values) if on_host else values
+    return lr, weight_decay
 
 
 class WeightDecayFree(Optimizer):
