@@ -129,6 +129,9 @@ def test_load_refuses_other_and_damaged_files(tmp_path: Path) -> None:
     save_file({"x": torch.ones(1)}, tmp_path / "other.safetensors")
     with pytest.raises(ValueError, match=r"is not a normmatters\.recording"):
         Recording.load(tmp_path / "other.safetensors")
+    torch.save({"x": torch.ones(1)}, tmp_path / "model.pt")
+    with pytest.raises(ValueError, match=r"model\.pt is no safetensors file"):
+        Recording.load(tmp_path / "model.pt")
     header = {
         "format": "normmatters.recording",
         "version": "1",
@@ -139,6 +142,9 @@ def test_load_refuses_other_and_damaged_files(tmp_path: Path) -> None:
         "metadata": "{}",
     }
     tensors = {"steps": torch.arange(2), "lr": torch.zeros(1, 0), "weight_decay": torch.zeros(1, 0)}
+    save_file({"steps": torch.arange(2)}, tmp_path / "part.safetensors", metadata=header)
+    with pytest.raises(ValueError, match=r"part\.safetensors is damaged: it has no lr, weight_decay"):
+        Recording.load(tmp_path / "part.safetensors")
     save_file(tensors, tmp_path / "lost.safetensors", metadata=header)
     with pytest.raises(ValueError, match="describes 'w' and holds no norms"):
         Recording.load(tmp_path / "lost.safetensors")

@@ -192,7 +192,7 @@ class AngularSGD(Optimizer):
         for group, saved in zip(self.param_groups, state_dict["param_groups"]):
             for p, key in zip(group["params"], saved["params"]):
                 norm = state_dict["state"].get(key, {}).get("norm")
-                if norm is not None:
+                if isinstance(norm, Tensor):  # distributed checkpoints put {} where a parameter never stepped
                     self.state[p]["norm"] = _norms_of(p, norm)
 
 
