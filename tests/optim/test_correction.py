@@ -11,10 +11,12 @@ import pytest
 import torch
 from optim_nets import INVARIANT, batch, convnet, directions, groups, train
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import MultiStepLR
+from torch.optim.lr_scheduler import MultiStepLR, StepLR
 
 from normmatters.optim import (
+    Angular,
     NormRecorder,
+    NormSchedule,
     Recording,
     StepSizeCorrection,
     channel_norms,
@@ -309,6 +311,10 @@ def test_errors_name_the_parameter_and_change_nothing(strong: tuple[Recording, l
         "'0.weight' must be trained without weight decay",
         opt=torch.optim.SGD(model.parameters(), 0.1, weight_decay=0.1),
     )
+    fails("'0.weight' is turned by an angle", opt=Angular(torch.optim.SGD([*named.values()], lr=0.1), angle=0.1))
+    tied = {key: getattr(recording, key)["0.weight"] for key in ("norms", "shapes", "dims", "groups")}
+    twice = {"tied": model[0].weight} | named
+    fails("'tied' and '0.weight' are one tensor", rec=altered(recording, "tied", **tied), parameters=twice)
     fails("must be a torch.optim.Optimizer", opt=model)
     fails("does not hold '3.weight'", opt=torch.optim.SGD(model[0].parameters(), lr=0.1))
     fails("no epochs: call recorder.end_epoch", rec=dataclasses.replace(recording, epoch_ends=()))
@@ -331,6 +337,25 @@ def test_the_end_of_the_recording_is_an_error_before_the_step(strong: tuple[Reco
     with pytest.raises(ValueError, match="holds 1 steps, all of them were taken"):
         train(model, optimizer, range(1, 2))
     assert torch.equal(before, directions(model))
+
+
+def test_weight_decay_that_comes_later_is_refused_before_the_step(strong: tuple[Recording, list[Tensor]]) -> None:
+    """By a schedule of the weight decay, or by loading the reference's state into the wrapped optimizer."""
+    model = convnet()
+    optimizer = StepSizeCorrection(torch.optim.SGD(groups(model, 0.0), lr=0.1), strong[0])
+    optimizer.optimizer.load_state_dict(torch.optim.SGD(groups(model, 1e-3), lr=0.1).state_dict())
+    before = directions(model)
+    with pytest.raises(ValueError, match=r"'0\.weight' must be trained without weight decay"):
+        train(model, optimizer, range(1))
+    assert torch.equal(before, directions(model))
+
+
+def test_norms_do_not_schedule_corrected_steps(strong: tuple[Recording, list[Tensor]]) -> None:
+    """They are brought to the reference's norms for each step: the schedule would do nothing, in silence."""
+    model = convnet()
+    optimizer = StepSizeCorrection(torch.optim.SGD(groups(model, 0.0), lr=0.1), strong[0])
+    with pytest.raises(TypeError, match="schedule its learning rate instead"):
+        NormSchedule(optimizer, lambda opt: StepLR(opt, 1), {n: model.get_parameter(n) for n in INVARIANT})
 
 
 def test_a_weight_that_is_not_invariant_is_named_before_the_step() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, MultiStepLR, SequentialLR
 
-from normmatters.optim import NormRecorder, NormSchedule, Recording, channel_norms, scale_invariant_parameters
+from normmatters.optim import Angular, NormRecorder, NormSchedule, Recording, channel_norms, scale_invariant_parameters
 
 Build = Callable[[Optimizer], LRScheduler]
 
@@ -207,8 +207,14 @@ def test_errors_name_the_parameter_and_change_nothing(recorded: tuple[Recording,
     with pytest.raises(ValueError, match="parameters= must say"):
         NormSchedule(optimizer, SCHEDULES["drops"])
     fails("'0.weight' must be trained without weight decay", opt=SGD(groups(model, 1e-3), lr=0.1))
+    fails("'0.weight' is turned by an angle", opt=Angular(SGD(groups(model, 0.0)[:1], lr=0.1), angle=0.1))
+    fails("'0.weight' and 'tied' are one tensor", parameters=weights(model) | {"tied": model[0].weight})
     fails("group 1 shares its learning rate's tensor", opt=SGD(groups(model, 0.0), lr=torch.tensor(0.1)))
     fails("does not hold 'w'", parameters={"w": torch.ones(2, 2)})
+    fails("exponent must be positive, got 0", exponent=0)
+    adamax = torch.optim.Adamax(groups(model, 0.0), lr=0.1)
+    powers = {"exp_avg": -1.0, "exp_inf": -1.0}
+    fails("steps of Adamax scale is not known: pass exponent=2", opt=adamax, state_powers=powers)
     fails("state of LBFGS scales is not known", opt=torch.optim.LBFGS(list(weights(model).values())))
     fails(
         "learning rate 0.0: the norm would be infinite",
@@ -223,6 +229,18 @@ def test_errors_name_the_parameter_and_change_nothing(recorded: tuple[Recording,
         schedule.step(3)
     with pytest.raises(ValueError, match="other weights"):
         schedule.load_state_dict({**schedule.state_dict(), "names": ["v"]})
+
+
+def test_weight_decay_that_comes_later_is_refused_before_a_weight_moves() -> None:
+    """A schedule of the weight decay sets it in the groups."""
+    model = convnet()
+    optimizer = SGD(groups(model, 0.0), lr=0.1)
+    schedule = NormSchedule(optimizer, lambda opt: MultiStepLR(opt, [1]), weights(model))
+    optimizer.param_groups[0]["weight_decay"] = 1e-3
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=r"'0\.weight' must be trained without weight decay"):
+        schedule.step()
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
 
 def test_unknown_state_is_refused_before_a_weight_moves() -> None:

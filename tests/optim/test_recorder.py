@@ -5,9 +5,10 @@ from __future__ import annotations
 import builtins
 import copy
 import dataclasses
+import pickle
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 from optim_nets import INVARIANT, batch, convnet, groups, train
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.optim.lr_scheduler import MultiStepLR
 
 from normmatters.optim import (
@@ -127,6 +129,9 @@ def test_load_refuses_other_and_damaged_files(tmp_path: Path) -> None:
     save_file({"x": torch.ones(1)}, tmp_path / "other.safetensors")
     with pytest.raises(ValueError, match=r"is not a normmatters\.recording"):
         Recording.load(tmp_path / "other.safetensors")
+    torch.save({"x": torch.ones(1)}, tmp_path / "model.pt")
+    with pytest.raises(ValueError, match=r"model\.pt is no safetensors file"):
+        Recording.load(tmp_path / "model.pt")
     header = {
         "format": "normmatters.recording",
         "version": "1",
@@ -137,6 +142,9 @@ def test_load_refuses_other_and_damaged_files(tmp_path: Path) -> None:
         "metadata": "{}",
     }
     tensors = {"steps": torch.arange(2), "lr": torch.zeros(1, 0), "weight_decay": torch.zeros(1, 0)}
+    save_file({"steps": torch.arange(2)}, tmp_path / "part.safetensors", metadata=header)
+    with pytest.raises(ValueError, match=r"part\.safetensors is damaged: it has no lr, weight_decay"):
+        Recording.load(tmp_path / "part.safetensors")
     save_file(tensors, tmp_path / "lost.safetensors", metadata=header)
     with pytest.raises(ValueError, match="describes 'w' and holds no norms"):
         Recording.load(tmp_path / "lost.safetensors")
@@ -259,6 +267,23 @@ def test_a_state_does_not_change_while_the_run_goes_on() -> None:
     torch.testing.assert_close(recorder.recording().norms["w"][1], 2 * saved[0][0, :3])
 
 
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda all: pickle.loads(pickle.dumps(all))], ids=["copy", "pickle"])
+@pytest.mark.parametrize("removed", [False, True])
+def test_a_copy_goes_on_recording(how: Callable[[Any], Any], removed: bool) -> None:
+    """Beside the copies of its model and optimizer; torch's optimizers are copied without their hooks."""
+    model = convnet()
+    optimizer = sgd(model)
+    recorder = NormRecorder(model, optimizer)
+    train(model, optimizer, range(2))
+    if removed:
+        recorder.remove()
+    other = how((model, optimizer, recorder))
+    for net, opt, _ in ((model, optimizer, recorder), other):
+        train(net, opt, range(2, 5))
+    assert (recorder.steps, other[2].steps) == ((2, 2) if removed else (5, 5))
+    torch.testing.assert_close(other[2].state_dict()["rows"], recorder.state_dict()["rows"], rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("fused", [False, True])  # a fused optimizer steps all the same, and skips by itself
 def test_skipped_amp_steps_are_not_recorded(fused: bool) -> None:
     model = convnet(torch.float32)
@@ -288,6 +313,14 @@ def test_names_are_plain_under_compile_prefixes_and_removal_stops_recording() ->
     recording = recorder.recording()
     assert recording.names == [*INVARIANT, "11.weight"]
     assert len(recording.steps) == 2
+
+
+def test_names_are_plain_where_single_blocks_are_compiled_or_checkpointed() -> None:
+    """As large models are: a recording of one fits the bare model, and the other way round."""
+    model = convnet(torch.float32)
+    model[0], model[3] = torch.compile(model[0], backend="eager"), checkpoint_wrapper(model[3])
+    assert NormRecorder(model).recording().names == [*INVARIANT, "11.weight"]
+    assert list(scale_invariant_parameters(model, batch(0, torch.float32)[0])) == INVARIANT
 
 
 def test_tensorboard_and_plot(run: tuple[Recording, list[dict[str, torch.Tensor]]], tmp_path: Path) -> None:

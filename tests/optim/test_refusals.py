@@ -181,6 +181,23 @@ def test_the_wrapper_refuses_a_group_and_stays_as_it_was() -> None:
         Angular(torch.optim.Adagrad([weight(2, 3)], weight_decay=0.1))
 
 
+def test_the_wrapper_names_a_group_that_was_changed_behind_its_back() -> None:
+    """The options of a group are part of a state: one of plain SGD has not those of Angular."""
+    first, second = weight(2, 3), weight(4, 3)
+    plain = SGD([first], lr=0.1, weight_decay=5e-4)
+    optimizer = Angular(SGD([first], lr=0.1, weight_decay=5e-4))
+    with pytest.raises(ValueError, match="load a plain one into the optimizer before it is wrapped"):
+        optimizer.load_state_dict(plain.state_dict())
+    optimizer.optimizer.load_state_dict(plain.state_dict())
+    with pytest.raises(ValueError, match="group 0 has lost its angular"):
+        optimizer.step()
+    optimizer = Angular(optimizer.optimizer)
+    optimizer.step()
+    optimizer.optimizer.add_param_group({"params": [second]})
+    with pytest.raises(ValueError, match="group 1 has lost its angular"):
+        optimizer.step()
+
+
 @pytest.mark.parametrize("kind", [WeightDecayFreeSGD, WeightDecayFreeAdamW])
 def test_weight_decay_free_refuses_a_group_and_stays_as_it_was(kind: Any) -> None:
     optimizer = kind([weight(2, 3)], lr=0.1, weight_decay=0.1)

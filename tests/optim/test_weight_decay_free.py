@@ -391,17 +391,22 @@ def test_adamw_rescales():
 
 
 @pytest.mark.parametrize("kind", [WeightDecayFreeSGD, WeightDecayFreeAdamW])
-def test_alpha_is_exact_with_a_float32_tensor_as_lr(kind, monkeypatch):
+@pytest.mark.parametrize("name", ["lr", "weight_decay"])
+@pytest.mark.parametrize("capturable", [True, False])
+def test_alpha_is_exact_with_a_float32_tensor_as_lr_or_weight_decay(kind, name, capturable, monkeypatch):
     """1 − ηλ in float32 is wrong by 1 % of ηλ = 1e-6, at every step alike."""
     monkeypatch.setattr(WeightDecayFreeAdamW, "_adamw", lambda *_: None)  # which torch captures on GPUs only
     weight = nn.Parameter(torch.eye(2))
     weight.grad = torch.eye(2).flip(0)
-    lr = torch.tensor(1e-4)
-    optimizer = kind([weight], lr=lr, weight_decay=1e-2, capturable=True)
+    settings = {"lr": 1e-4, "weight_decay": 1e-2}
+    settings[name] = torch.tensor(settings[name])
+    optimizer = kind([weight], **settings, capturable=capturable)
     for _ in range(100):
         optimizer.step()
-    expected = -100 * math.log1p(-lr.item() * 1e-2)
+    lr, decay = map(float, settings.values())
+    expected = -100 * math.log1p(-lr * decay)
     assert math.log(optimizer.state[weight]["alpha"]) == pytest.approx(expected, rel=1e-9)
+    assert isinstance(optimizer.state[weight]["alpha"], torch.Tensor) == capturable
 
 
 @pytest.mark.parametrize(("momentum", "nesterov"), [(0.0, False), (0.5, False), (0.9, False), (0.5, True), (0.9, True)])

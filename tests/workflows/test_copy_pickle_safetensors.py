@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import normmatters as nm
 
@@ -184,6 +184,24 @@ def test_wrappers_refuse_what_is_left_of_their_state_in_a_distributed_checkpoint
     run(model, optimizer, range(1))
     with pytest.raises(ValueError, match="not a state of Angular"):
         by_distributed_state(model, optimizer, OPTIMIZERS["angular"])
+
+
+def test_a_flat_distributed_state_has_nothing_of_a_parameter_that_never_stepped() -> None:
+    """But a place for what a fresh optimizer has of it."""
+    pairs = []
+    for _ in range(2):
+        model = nn.ModuleDict({"net": network(), "unused": nn.Linear(3, 2, bias=False)})
+        first, rest = groups(model["net"], angular=False, lr=0.1)
+        first["params"] = [first["params"][0], ("unused", model["unused"].weight)]
+        pairs.append((model, nm.optim.AngularSGD([first, rest], angle=0.05)))
+    (model, optimizer), (other, resumed) = pairs
+    run(model["net"], optimizer, range(3))
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    saved = copy.deepcopy(get_state_dict(model, optimizer, options=options))
+    set_state_dict(other, resumed, model_state_dict=saved[0], optim_state_dict=saved[1], options=options)
+    run(other["net"], resumed, range(3, 6))
+    run(model["net"], optimizer, range(3, 6))
+    torch.testing.assert_close(other.state_dict(), model.state_dict(), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "state_dict", "distributed"])

@@ -10,7 +10,7 @@ from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.sgd import sgd
 
@@ -45,6 +45,11 @@ def host_value(value: float | Tensor) -> float:
 def host_known(value: float | Tensor) -> bool:
     """Whether the number can be read without waiting for a device."""
     return not isinstance(value, Tensor) or value.device.type == "cpu"
+
+
+def whole(x: Tensor) -> Tensor:
+    """``x``, or what all processes have of it together where it is in shards (a DTensor)."""
+    return x.full_tensor() if hasattr(x, "full_tensor") else x  # type: ignore[no-any-return]
 
 
 def check_number(name: str, value: float | Tensor, below: float = math.inf) -> None:
@@ -121,6 +126,14 @@ class Members(NamedTuple):
     grads: list[Tensor]
     states: list[dict[str, Any]]
 
+    def by_kind(self) -> list[Members]:
+        """Parts of one class each: multi-tensor operations do not take shards (DTensors) beside whole tensors."""
+        kinds = dict.fromkeys(map(type, self.params))
+        if len(kinds) <= 1:
+            return [self]
+        parts = [[member for member in zip(*self) if type(member[0]) is kind] for kind in kinds]
+        return [Members(*map(list, zip(*part))) for part in parts]
+
     def momentum_buffers(self) -> list[Tensor]:
         """One buffer a parameter; from zero the first step gives μ·0 + ∇L = ∇L, PyTorch's first buffer."""
         try:
@@ -136,6 +149,8 @@ class Members(NamedTuple):
         if group.get("fused") is not None or group["foreach"] is not None:
             return bool(group.get("fused"))
         if not self.params or self.params[0].device.type not in _FUSED_BY_DEFAULT or not self._of_one_place():
+            return False
+        if type(self.params[0]) not in (Tensor, nn.Parameter):  # shards (DTensors) have no such kernel
             return False
         lists = [self.params, self.grads, *([self.momentum_buffers()] if group["momentum"] != 0 else [])]
         if len({*map(_DTYPE, lists[-1])} | {self.params[0].dtype}) > 1:  # the parameters were cast since
@@ -182,6 +197,10 @@ def sgd_(group: Group, group_members: Members, lr: float | Tensor, weight_decay:
     """
     params, grads, _ = group_members
     if not params:
+        return
+    if len(parts := group_members.by_kind()) > 1:
+        for part in parts:
+            sgd_(group, part, lr, weight_decay)
         return
     momentum, nesterov, sign = group["momentum"], group["nesterov"], -1.0 if group["maximize"] else 1.0
     buffers = group_members.momentum_buffers() if momentum != 0 else []

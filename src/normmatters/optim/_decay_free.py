@@ -19,6 +19,7 @@ from normmatters.optim._common import (
     members,
     parameter_label,
     take_numbers,
+    whole,
 )
 
 # α is kept below this, early enough that BN's eps and fp16 gradients, which see the norm, hardly notice.
@@ -29,7 +30,7 @@ _RESCALE_BY = 1.01
 # |cos(w, ∇L)| above which a weight is refused as not scale invariant; BN's eps and fp16 noise stay well below.
 INVARIANCE_TOLERANCE = 1e-2
 
-_PLACE = attrgetter("device", "dtype")
+_PLACE = attrgetter("device", "dtype", "__class__")  # shards (DTensors) do not step together with whole tensors
 
 Scalar = TypeVar("Scalar", float, Tensor)
 
@@ -42,10 +43,11 @@ def rescale_factor(alpha: Scalar) -> Scalar:
     return 1.0 if alpha < RESCALE_AT else factor
 
 
-def learning_rate(group: Group) -> float | Tensor:
-    """η of a group, a tensor in double: in float32 1 − ηλ is rough."""
-    lr = group["lr"]
-    return lr.double() if isinstance(lr, Tensor) else lr  # type: ignore[no-any-return]
+def rates(group: Group, on_host: bool = False) -> tuple[Any, Any]:
+    """(η, λ) of a group, tensors in double: in float32 1 − ηλ is rough."""
+    values = (value.double() if isinstance(value, Tensor) else value for value in (group["lr"], group["weight_decay"]))
+    lr, weight_decay = map(host_value, values) if on_host else values
+    return lr, weight_decay
 
 
 class WeightDecayFree(Optimizer):
@@ -114,8 +116,9 @@ class WeightDecayFree(Optimizer):
                     f"{label} is a vector: biases and affine parameters are not scale invariant, put them in a group "
                     "with weight_decay_free=False (or pass check_invariance=False if you know better)"
                 )
-            w, g = p.detach().double().flatten(), p.grad.double().flatten()
-            inner, norm, grad_norm = (w @ g).item(), w.norm().item(), g.norm().item()  # also of a weight in shards
+            w, g = p.detach().double(), p.grad.double()
+            # Of shards, item() is each process's own part, and what is of unequal parts cannot be flattened.
+            inner, norm, grad_norm = (whole(x).item() for x in ((w * g).sum(), w.norm(), g.norm()))
             if norm == 0:
                 raise ValueError(
                     f"{label} is all zero, so it has no direction to keep: put it in a group with "
@@ -143,7 +146,7 @@ class WeightDecayFree(Optimizer):
                 )
 
     def _cohorts(self, group: Group, found: Members) -> list[Members]:
-        """The members split by device, dtype and history: those with equal α step together.
+        """The members split by device, dtype, class and history: those with equal α step together.
 
         A step without a gradient does not decay a parameter in ``torch.optim``, so its α goes its own way from there.
         """
@@ -154,11 +157,10 @@ class WeightDecayFree(Optimizer):
         shared: dict[Any, dict[str, Tensor]] = {}
         cohorts: dict[Any, Members] = {}
         for p, grad, state in zip(*found):
-            place = p.device, p.dtype
             if isinstance(state.get("alpha"), Tensor) != capturable or "alpha" not in state:
                 self._settle(group, p, shared)
             history = id(state["alpha"]) if capturable else tuple(state[name] for name, _ in self._scalars)
-            key = p if one_by_one else (place, history)
+            key = p if one_by_one else (_PLACE(p), history)
             cohort = cohorts.setdefault(key, Members([], [], []))
             cohort.params.append(p)
             cohort.grads.append(grad)
@@ -205,7 +207,7 @@ class WeightDecayFree(Optimizer):
         if not group["capturable"]:
             self.state[p].update(values)
             return
-        key = p.device, p.dtype, *values.values()
+        key = *_PLACE(p), *values.values()
         if key not in shared:
             shared[key] = {n: torch.full((), v, dtype=torch.float64, device=p.device) for n, v in values.items()}
         self.state[p].update(shared[key])

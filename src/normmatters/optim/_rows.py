@@ -126,12 +126,15 @@ class TestedChannels(Protocol):
 Named = nn.Module | TestedChannels | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 """The ways to say which weights are meant, with their names."""
 
-_WRAPPERS = ("module.", "_orig_mod.")  # DistributedDataParallel and torch.compile prefix every name
+# Parts that torch.compile and checkpoint_wrapper put into names, of single blocks too. DDP's is `module`: only at the
+# front, for a user may have one.
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
 def plain_name(name: str) -> str:
-    """`name` without the prefixes of DDP and `torch.compile`, so that a recording fits the bare model too."""
-    while name.startswith(_WRAPPERS):
+    """`name` without the parts of DDP and `torch.compile`, so that a recording fits the bare model too."""
+    name = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    while name.startswith("module."):
         name = name.split(".", 1)[1]
     return name
 
@@ -244,12 +247,21 @@ class Channels:
             )
         return [where[id(w)] for w in self.weights]
 
-    def check_no_weight_decay(self, optimizer: Optimizer) -> None:
-        """Raise where the optimizer decays one of these weights."""
-        for name, index in zip(self.names, self.groups(optimizer)):
-            decay = optimizer.param_groups[index].get("weight_decay", 0)
-            if decay != 0:
+    def check_norms_are_free(self, optimizer: Optimizer) -> None:
+        """Raise where more than the steps moves these norms: weight decay, an angular optimizer, a second name."""
+        first = dict[int, str]()
+        for name, weight, index in zip(self.names, self.weights, self.groups(optimizer)):
+            group = optimizer.param_groups[index]
+            if group.get("angular"):
                 raise ValueError(
-                    f"{name!r} must be trained without weight decay here, its group has weight_decay={decay}: "
-                    "put scale-invariant weights in a group with weight_decay=0 (see split_parameters)"
+                    f"{name!r} is turned by an angle, whatever its norm, which is kept: move the angle's learning rate "
+                    "instead, or put it in a group with angular=False"
                 )
+            if (group.get("weight_decay") or 0) != 0:
+                raise ValueError(
+                    f"{name!r} must be trained without weight decay here, its group has "
+                    f"weight_decay={group['weight_decay']}: put scale-invariant weights in a group with weight_decay=0 "
+                    "(see split_parameters)"
+                )
+            if (other := first.setdefault(id(weight), name)) != name:
+                raise ValueError(f"{other!r} and {name!r} are one tensor, which would be rescaled twice: name it once")

@@ -7,7 +7,7 @@ from collections.abc import Container
 
 from torch import Tensor
 
-from normmatters.optim._common import Group, host_known, host_value, is_capturing, parameter_label
+from normmatters.optim._common import Group, host_known, host_value, is_capturing, parameter_label, whole
 from normmatters.optim._rows import channel_norms
 
 
@@ -46,10 +46,10 @@ def first_norms(index: int, group: Group, known: Container[Tensor]) -> dict[Tens
             label = parameter_label(index, group, i)
             raise ValueError(f"{label} takes its first step inside a CUDA graph: take one step before the capture")
         norm = channel_norms(p.detach(), group["dim"])
-        whole = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # of shards, on every process
-        bad = ((whole == 0) | ~whole.isfinite()).nonzero().flatten().tolist()
+        values = whole(norm)
+        bad = ((values == 0) | ~values.isfinite()).nonzero().flatten().tolist()
         if bad:
-            label, value = parameter_label(index, group, i), whole[bad[0]].item()
+            label, value = parameter_label(index, group, i), values[bad[0]].item()
             raise ValueError(
                 f"{label}: neuron {bad[0]} has norm {value:g}; {len(bad)} of its {norm.numel()} neurons have no "
                 "direction. Initialise them, or put it in a group with angular=False; if they are pruned, keep the "

@@ -77,7 +77,10 @@ class OptimizerWrapper(Optimizer):
             changed = before(self, state_dict)
             state_dict = state_dict if changed is None else changed
         if key not in state_dict:
-            raise ValueError(f"not a state of {key}: it has {sorted(state_dict)}; load a plain one into `.optimizer`")
+            raise ValueError(
+                f"not a state of {key}: it has {sorted(state_dict)}; load a plain one into the optimizer before it is "
+                "wrapped"
+            )
         self._check_own_state(state_dict[key])
         self.optimizer.load_state_dict({k: v for k, v in state_dict.items() if k != key})  # which checks it first
         self._load_own_state(state_dict[key])

@@ -98,7 +98,7 @@ class AngularSGD(Optimizer):
             # With it the group's lr is the angle itself.
             "lr_is_angle": angle is not None,
         }
-        self._turners: dict[int, ChannelTurner] = {}  # of each group; no state, never saved
+        self._turners: dict[Any, ChannelTurner] = {}  # of each group and kind of tensor; no state, never saved
         super().__init__(params, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -168,13 +168,15 @@ class AngularSGD(Optimizer):
                 lr = group["lr"] if group["capturable"] else host_value(group["lr"])
                 sgd_(group, found[index], lr, group["weight_decay"] or 0.0)
             elif found[index].params:
-                self._turn(index, group, found[index])
+                for part in found[index].by_kind():
+                    self._turn(index, group, part)
         return loss
 
     def _turn(self, index: int, group: Group, found: Members) -> None:
         params, grads, states = found
         sign, angle = -1.0 if group["maximize"] else 1.0, self._angle(group)
-        norms, turn = [state["norm"] for state in states], self._turners.setdefault(index, ChannelTurner())
+        norms = [state["norm"] for state in states]
+        turn = self._turners.setdefault((index, type(params[0])), ChannelTurner())
         if group["momentum"] == 0:
             turn(params, grads, grads, norms, sign * angle, group["dim"])
             return
@@ -190,7 +192,7 @@ class AngularSGD(Optimizer):
         for group, saved in zip(self.param_groups, state_dict["param_groups"]):
             for p, key in zip(group["params"], saved["params"]):
                 norm = state_dict["state"].get(key, {}).get("norm")
-                if norm is not None:
+                if isinstance(norm, Tensor):  # distributed checkpoints put {} where a parameter never stepped
                     self.state[p]["norm"] = _norms_of(p, norm)
 
 
@@ -272,6 +274,12 @@ class Angular(OptimizerWrapper):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Take one step. ``closure``, if given, reevaluates the model once and returns the loss, which is returned."""
+        for i, group in enumerate(self.param_groups):
+            if "angular" not in group:
+                raise ValueError(
+                    f"group {i} has lost its angular, dim and angle: it was loaded into, or added to, the wrapped "
+                    "optimizer. Do so before it is wrapped, or by the wrapper"
+                )
         loss = loss_of(closure)
         angular = [(i, group) for i, group in enumerate(self.param_groups) if group["angular"]]
         params: dict[int, list[Tensor]] = {}
@@ -283,8 +291,14 @@ class Angular(OptimizerWrapper):
             new |= first_norms(i, group, self._norms)
             params[i] = [p for p in group["params"] if p.grad is not None]
         self._norms |= new
+        # Multi-tensor operations do not take shards (DTensors) beside whole tensors, nor copy them.
+        sharded = {i: any(hasattr(p, "full_tensor") for p in params[i]) for i, _ in angular}
         # By 1: a copy of all in few launches.
-        before = {i: list(torch._foreach_mul(params[i], 1)) for i, _ in angular if params[i]}
+        before = {
+            i: [p.clone() for p in params[i]] if sharded[i] else list(torch._foreach_mul(params[i], 1))
+            for i, _ in angular
+            if params[i]
+        }
         # PyTorch's Nesterov adds into the gradients, and whether a neuron had one is asked after the step.
         grads: dict[int, list[Tensor]] = {}
         for i, group in angular:
@@ -305,10 +319,14 @@ class Angular(OptimizerWrapper):
             if not params[i]:
                 continue
             # The parameters become the update, the copies turn towards it, and come back: no third buffer.
-            torch._foreach_sub_(params[i], before[i])
+            if sharded[i]:
+                for p, old in zip(params[i], before[i]):
+                    p.sub_(old)
+            else:
+                torch._foreach_sub_(params[i], before[i])
             norms, turn = [self._norms[p] for p in params[i]], self._turners.setdefault(i, ChannelTurner())
             turn(before[i], params[i], grads[i], norms, -self._angle(group), group["dim"])
-            if any(hasattr(p, "full_tensor") for p in params[i]):  # shards have no multi-tensor copy
+            if sharded[i]:
                 for p, turned in zip(params[i], before[i]):
                     p.copy_(turned)
             else:

@@ -83,7 +83,7 @@ class StepSizeCorrection(OptimizerWrapper):
     ) -> None:
         super().__init__(optimizer)
         channels = recording.match(optimizer, parameters)
-        channels.check_no_weight_decay(optimizer)
+        channels.check_norms_are_free(optimizer)
         rows = recording.rows_by_step(form)[:-1]
         channels.check_nonzero(channels.norms(), "the norm")
         if not len(rows):
@@ -103,7 +103,7 @@ class StepSizeCorrection(OptimizerWrapper):
             table = table[:-1]
             growth = 1 / (1 - torch.stack(decay, 1).repeat_interleave(sizes, dim=1))
         self._form, self._signature = form, recording.signature
-        self._channels = channels
+        self._channels, self._groups = channels, sorted(set(channels.groups(optimizer)))
         # Everything that a step reads lives on the device, the step number too: a CUDA graph can capture the step.
         self._table = table.to(channels.device, channels.dtype)
         self._growth = growth.to(channels.device, channels.dtype)
@@ -134,6 +134,8 @@ class StepSizeCorrection(OptimizerWrapper):
         """
         if self._taken >= len(self._rows) and not is_capturing():
             raise ValueError(f"the recording holds {len(self._rows)} steps, all of them were taken")
+        if any(self.param_groups[index].get("weight_decay") for index in self._groups):  # since it was built
+            self._channels.check_norms_are_free(self.optimizer)
         loss = loss_of(closure)
         if not self._checked and not is_capturing():
             self._check_invariance()

@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from normmatters.optim._exponents import state_exponents, step_exponent
 from normmatters.optim._rows import Channels, Named, resolve
+from normmatters.optim.correction import StepSizeCorrection
 from normmatters.optim.recording import Form, Recording
 
 __all__ = ["NormSchedule"]
@@ -45,9 +46,9 @@ class NormSchedule(LRScheduler):
             times √(1−ηλ), which gives plain SGD the directions of the recorded run exactly.
         others: what happens to the LR of parameter groups without scheduled weights: `"scheduled"`, it follows the
             schedule, or `"constant"`.
-        exponent: k of the effective step η/‖w‖ᵏ; `None` is 2, and 1 for the Adam family.
-        state_powers: state name → power of the factor that it scales with; known for SGD, Adam, AdamW, NAdam, RMSprop
-            and Adagrad.
+        exponent: k of the effective step η/‖w‖ᵏ: 2 for SGD, 1 for the Adam family.
+        state_powers: state name → power of the factor that it scales with. Both are known for SGD, Adam, AdamW, NAdam,
+            RMSprop and Adagrad.
 
     To resume, build everything, then load model, optimizer and schedule: building rescales weights.
 
@@ -87,20 +88,30 @@ class NormSchedule(LRScheduler):
             channels = Channels(*resolve(parameters))
         else:
             raise TypeError(f"source must be a Recording or a function of an optimizer, got {type(source).__name__}")
-        channels.check_no_weight_decay(optimizer)
+        if isinstance(optimizer, StepSizeCorrection):
+            raise TypeError("StepSizeCorrection's steps do not depend on the norms: schedule its learning rate instead")
+        channels.check_norms_are_free(optimizer)
         channels.check_nonzero(channels.norms(), "the norm")
         self._channels, self._groups = channels, channels.groups(optimizer)
         self._others = others
         if others == "scheduled":
             _check_unmixed(channels, self._groups, optimizer)
-        powers = state_exponents(optimizer) if state_powers is None else state_powers
+        known = state_exponents(optimizer)
+        powers = known if state_powers is None else state_powers
         if powers is None:
             raise ValueError(
                 f"how the state of {type(optimizer).__name__} scales is not known: pass state_powers={{name: power}}, "
                 "-1 for averages of gradients, -2 for averages of their squares, 0 for what stays"
             )
         self._powers = powers
+        if exponent is None and known is None:
+            raise ValueError(
+                f"how the steps of {type(optimizer).__name__} scale is not known: pass exponent=2 where they are as "
+                "long as the gradients, as SGD's, and 1 where they do not depend on their length, as Adam's"
+            )
         exponent = step_exponent(optimizer) if exponent is None else exponent
+        if not exponent > 0:
+            raise ValueError(f"exponent must be positive, got {exponent}")
         initial = [float(group["lr"]) for group in optimizer.param_groups]
         if isinstance(source, Recording):
             self._source = _FromRecording(source, channels, form, 1 / exponent, [initial[g] for g in self._groups])
@@ -119,6 +130,10 @@ class NormSchedule(LRScheduler):
                 f"the optimizer has {len(self.optimizer.param_groups)} parameter groups, and had {len(self.base_lrs)} "
                 "when NormSchedule was built: add parameter groups before"
             )
+        if any(
+            self.optimizer.param_groups[index].get("weight_decay") for index in {*self._groups}
+        ):  # since it was built
+            self._channels.check_norms_are_free(self.optimizer)
         factors = self._source.advance(initial)
         self._rescale(factors)
         self._factors = factors

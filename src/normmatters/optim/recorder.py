@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from normmatters.optim._common import is_capturing
 from normmatters.optim._decay_free import WeightDecayFree
@@ -122,12 +123,24 @@ class NormRecorder:
         self._used_groups = sorted(set(self._group_of))
         own = [*zip(self._channels.weights, self._group_of)]
         self._weights_of = {index: [w for w, its in own if its == index] for index in self._used_groups}
-        self._handles = []
+        self._handles: list[RemovableHandle] = []
         self._coming = list[float | Tensor]()  # settings of a step that has begun
         self.reset()
-        if optimizer is not None:
-            self._handles.append(optimizer.register_step_pre_hook(lambda *_: self._start()))
-            self._handles.append(optimizer.register_step_post_hook(lambda *_: self._stepped()))
+        self._attach()
+
+    def _attach(self) -> None:
+        if self._optimizer is not None:
+            self._handles.append(self._optimizer.register_step_pre_hook(lambda *_: self._start()))
+            self._handles.append(self._optimizer.register_step_post_hook(lambda *_: self._stepped()))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_handles": bool(self._handles)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy watches the copy of its optimizer, which in ``torch.optim`` comes without hooks."""
+        self.__dict__.update(state | {"_handles": []})
+        if state["_handles"]:
+            self._attach()
 
     def reset(self) -> None:
         """Forget all rows and begin again at step 0."""

@@ -256,13 +256,19 @@ class Recording:
     def load(cls, path: str | os.PathLike[str]) -> Recording:
         """Read what `save` wrote; a file of another kind or with missing tensors is an error that says so."""
         _safetensors()
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
 
-        with safe_open(os.fspath(path), framework="pt") as file:
-            header = file.metadata() or {}
-            if header.get("format") != _FORMAT or header.get("version") != "1":
-                raise ValueError(f"{os.fspath(path)} is not a {_FORMAT} file of version 1, its header says {header}")
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  (not a dict)
+        try:
+            with safe_open(os.fspath(path), framework="pt") as file:
+                header = file.metadata() or {}
+                tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  (not a dict)
+        except SafetensorError as error:
+            raise ValueError(f"{os.fspath(path)} is no safetensors file, or not all of one: {error}") from None
+        if header.get("format") != _FORMAT or header.get("version") != "1":
+            raise ValueError(f"{os.fspath(path)} is not a {_FORMAT} file of version 1, its header says {header}")
+        needed = {"parameters", "signature", "epoch_ends", "tested", "metadata", "steps", "lr", "weight_decay"}
+        if lacking := needed - {*header, *tensors}:
+            raise ValueError(f"{os.fspath(path)} is damaged: it has no {', '.join(sorted(lacking))}")
         layout = json.loads(header["parameters"])
         lost = [n for n in layout if f"norm/{n}" not in tensors]
         if lost:

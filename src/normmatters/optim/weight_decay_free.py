@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from normmatters.optim._common import Group, Members, check_number, host_known, host_value, loss_of, sgd_
-from normmatters.optim._decay_free import Scalar, WeightDecayFree, learning_rate, rescale_factor
+from normmatters.optim._decay_free import Scalar, WeightDecayFree, rates, rescale_factor
 
 
 def largest_decay(momentum: float, nesterov: bool = False) -> float:
@@ -147,8 +147,8 @@ class WeightDecayFreeSGD(WeightDecayFree):
         """η_t α_t α_{t+1}, of the step to come."""
         group, state = self.param_groups[index], self.state.get(weight, {})
         self._check_group(index, group)
-        lr = learning_rate(group)
-        settings = lr, group["weight_decay"], group["momentum"], group["nesterov"]
+        lr, weight_decay = rates(group)
+        settings = lr, weight_decay, group["momentum"], group["nesterov"]
         alpha = state.get("alpha", 1.0)
         return lr * alpha * next_alpha_kappa(alpha, state.get("kappa", 0.0), *settings)[0]  # type: ignore[no-any-return]
 
@@ -162,8 +162,8 @@ class WeightDecayFreeSGD(WeightDecayFree):
         for group, found in plain:
             lr = group["lr"] if group["capturable"] else host_value(group["lr"])
             sgd_(group, found, lr, group["weight_decay"])
-        for group, cohort, (lr, new_alpha, new_kappa) in plans:
-            self._move(group, cohort, lr, new_alpha)
+        for group, cohort, (lr, weight_decay, new_alpha, new_kappa) in plans:
+            self._move(group, cohort, lr, weight_decay, new_alpha)
             factor = rescale_factor(new_alpha)
             pending: float | Tensor = 1.0
             if group["capturable"]:
@@ -177,21 +177,19 @@ class WeightDecayFreeSGD(WeightDecayFree):
             self._store(group, cohort, (new_alpha * factor, new_kappa, pending))
         return loss
 
-    def _next(self, group: Group, cohort: Members) -> tuple[Any, Any, Any]:
-        """(η_t, α_{t+1}, κ_{t+1}) of a cohort: Python floats, or 0-dim float64 tensors when capturable."""
-        lr = learning_rate(group)
-        if not group["capturable"]:
-            lr = host_value(lr)
+    def _next(self, group: Group, cohort: Members) -> tuple[Any, Any, Any, Any]:
+        """(η_t, λ, α_{t+1}, κ_{t+1}) of a cohort: Python floats, or 0-dim float64 tensors when capturable."""
+        lr, weight_decay = rates(group, on_host=not group["capturable"])
         alpha, kappa = cohort.states[0]["alpha"], cohort.states[0]["kappa"]
-        new = next_alpha_kappa(alpha, kappa, lr, group["weight_decay"], group["momentum"], group["nesterov"])
+        new = next_alpha_kappa(alpha, kappa, lr, weight_decay, group["momentum"], group["nesterov"])
         if not group["capturable"] and not new[0] > 0:
             raise ValueError(
                 f"lr {lr:g} and momentum {group['momentum']:g} now turn the scale alpha negative, although lr * "
                 "weight_decay is within its bound: the momentum fell, or the lr rose, too fast after the last step"
             )
-        return lr, *new
+        return lr, weight_decay, *new
 
-    def _move(self, group: Group, cohort: Members, lr: float | Tensor, new_alpha: float | Tensor) -> None:
+    def _move(self, group: Group, cohort: Members, lr: Any, weight_decay: Any, new_alpha: Any) -> None:
         """V ← μV + ∇L and w ← w − η α_t α_{t+1} V, or Nesterov's form of it."""
         params, grads, (state, *_) = cohort
         step_size = lr * state["alpha"] * new_alpha
@@ -212,7 +210,7 @@ class WeightDecayFreeSGD(WeightDecayFree):
         if group["nesterov"]:
             _add_(params, grads, -sign * (1 + momentum) * step_size)
             _add_(params, buffers, -(momentum**2) * pending * step_size)
-            _scale_(buffers, momentum * pending * (1 - lr * group["weight_decay"]))
+            _scale_(buffers, momentum * pending * (1 - lr * weight_decay))
             _add_(buffers, grads, sign * (1 + lr * momentum * state["kappa"]))
         else:
             _scale_(buffers, momentum * pending)

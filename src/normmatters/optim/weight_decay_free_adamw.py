@@ -21,7 +21,7 @@ from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
 from normmatters.optim._common import Group, Members, check_number, host_known, host_value, loss_of
-from normmatters.optim._decay_free import WeightDecayFree, learning_rate, rescale_factor
+from normmatters.optim._decay_free import WeightDecayFree, rates, rescale_factor
 
 
 class WeightDecayFreeAdamW(WeightDecayFree):
@@ -93,9 +93,9 @@ class WeightDecayFreeAdamW(WeightDecayFree):
         """η_t α_{t+1}, of the step to come."""
         group = self.param_groups[index]
         self._check_group(index, group)
-        lr = learning_rate(group)
+        lr, weight_decay = rates(group)
         alpha = self.state.get(weight, {}).get("alpha", 1.0)
-        return lr * alpha / (1 - lr * group["weight_decay"])  # type: ignore[no-any-return]
+        return lr * alpha / (1 - lr * weight_decay)  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -107,9 +107,9 @@ class WeightDecayFreeAdamW(WeightDecayFree):
             self._adamw(group, found, plain_lr, group["weight_decay"])
         for group, cohort in cohorts:
             params, grads, (state, *_) = cohort
-            lr = learning_rate(group)
-            lr, alpha = lr if group["capturable"] else host_value(lr), state["alpha"]
-            new_alpha = alpha / (1 - lr * group["weight_decay"])
+            lr, weight_decay = rates(group, on_host=not group["capturable"])
+            alpha = state["alpha"]
+            new_alpha = alpha / (1 - lr * weight_decay)
             scale, step_size = alpha, lr * new_alpha
             if group["capturable"]:
                 scale, step_size = alpha.to(params[0].dtype), step_size.float()
