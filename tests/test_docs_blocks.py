@@ -16,7 +16,7 @@ from normmatters import bench
 from normmatters.bench.__main__ import main as bench_main
 from normmatters.cli import app
 from normmatters.kernels import backends
-from normmatters.lab.experiments import PRESETS, experiment_names
+from normmatters.lab.experiments import PRESETS, experiment_names, load_cell
 
 # A page about one of these is skipped where it is not installed; that anything else is missing is an error.
 OPTIONAL = {
@@ -87,7 +87,10 @@ def _check_normmatters(words: list[str], *, whole: bool) -> None:
             return
         raise AssertionError(f"normmatters {' '.join(path)} {' '.join(words)}: {error}") from error
     if path == ["reproduce"]:
-        assert set(given["names"]) <= {*experiment_names(), "all", "NAME"}
+        cells = {name for name in given["names"] if "/" in name}
+        for name in cells:
+            load_cell(name)
+        assert {*given["names"]} - cells <= {*experiment_names(), "all", "NAME"}
         assert given["preset"] in PRESETS
     if path == ["train"] and given["config"].parts[0] == "experiments":
         assert (ROOT / given["config"]).is_file()

@@ -54,19 +54,10 @@ def find_recording(run_dir: Path, config: RunConfig, reference_dir: str | Path |
     places += [run_dir.parent / name, run_dir.parent.parent / name / run_dir.name, Path(name)]
     for place in places:
         if (place / "norms.safetensors").is_file():
-            return _load_recording(place / "norms.safetensors")
+            return Recording.load(place / "norms.safetensors")
     raise ValueError(
         f"optim.reference={name!r}: no recorded norms; run that cell first (looked in {', '.join(map(str, places))})"
     )
-
-
-def _load_recording(file: Path) -> Recording:
-    from safetensors import SafetensorError
-
-    try:
-        return Recording.load(file)
-    except SafetensorError as error:
-        raise ValueError(f"{file} is damaged: {error}") from None
 
 
 _HOW = ("fused", "foreach", "capturable")  # of a parameter group: by which kernels, not which numbers
