@@ -41,8 +41,7 @@ def load(model: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -
         >>> bn.running_var
         tensor([  4.0000, 100.0000])
     """
-    state = translate(model, state_dict)
-    return model.load_state_dict(state, strict=strict)
+    return model.load_state_dict(translate(model, state_dict), strict=strict)
 
 
 def translate(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
