@@ -169,7 +169,7 @@ def load_cell(id: str) -> Cell:
 
 
 def load_cells(names: Iterable[str] = ()) -> list[Cell]:
-    """The cells of the named experiments, or those named ``"experiment/cell"``, in the paper's order; all if none is.
+    """The cells of the named experiments, or those named ``"experiment/cell"``; all, in the paper's order, if none is.
 
     >>> [cell.id for cell in load_cells(["lp_weight_norm", "fig1/wd_on"])]
     ['lp_weight_norm/l1', 'lp_weight_norm/l2', 'lp_weight_norm/linf', 'fig1/wd_on']

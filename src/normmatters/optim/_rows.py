@@ -265,3 +265,8 @@ class Channels:
                 )
             if (other := first.setdefault(id(weight), name)) != name:
                 raise ValueError(f"{other!r} and {name!r} are one tensor, which would be rescaled twice: name it once")
+
+    def check_norms_stay_free(self, optimizer: Optimizer, groups: Iterable[int]) -> None:
+        """Raise where one of these weights' ``groups`` decays since ``check_norms_are_free``: cheap, for every step."""
+        if any(optimizer.param_groups[index].get("weight_decay") for index in groups):
+            self.check_norms_are_free(optimizer)

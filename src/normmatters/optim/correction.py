@@ -134,8 +134,7 @@ class StepSizeCorrection(OptimizerWrapper):
         """
         if self._taken >= len(self._rows) and not is_capturing():
             raise ValueError(f"the recording holds {len(self._rows)} steps, all of them were taken")
-        if any(self.param_groups[index].get("weight_decay") for index in self._groups):  # since it was built
-            self._channels.check_norms_are_free(self.optimizer)
+        self._channels.check_norms_stay_free(self.optimizer, self._groups)
         loss = loss_of(closure)
         if not self._checked and not is_capturing():
             self._check_invariance()

@@ -130,9 +130,7 @@ class NormSchedule(LRScheduler):
                 f"the optimizer has {len(self.optimizer.param_groups)} parameter groups, and had {len(self.base_lrs)} "
                 "when NormSchedule was built: add parameter groups before"
             )
-        decays = any(self.optimizer.param_groups[index].get("weight_decay") for index in {*self._groups})
-        if decays:  # since it was built
-            self._channels.check_norms_are_free(self.optimizer)
+        self._channels.check_norms_stay_free(self.optimizer, {*self._groups})
         factors = self._source.advance(initial)
         self._rescale(factors)
         self._factors = factors
