@@ -29,11 +29,16 @@ _NO_HOOKS = (None, None, None)
 
 
 @triton.jit
-def wait_for_previous(OVERLAP: tl.constexpr):
-    """Nothing of the kernel before may be read, and nothing that it reads be written, until this returns."""
+def wait_for_previous(OVERLAP: tl.constexpr, LONG: tl.constexpr = False):
+    """Nothing of the kernel before may be read, and nothing that it reads be written, until this returns.
+
+    ``LONG``: a few programs that take their time. The next kernel's would hold the rest of the device, and whatever
+    runs on other streams, for as long; so they are not placed before these have ended.
+    """
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        if not LONG:
+            tl.extra.cuda.gdc_launch_dependents()
 
 
 @functools.cache

@@ -81,7 +81,7 @@ def select_kernel(
     OVERLAP: tl.constexpr,
 ):
     """One channel a program: μ, the statistic, and index[j] = offset of the j-th element (~offset below the mean)."""
-    wait_for_previous(OVERLAP)
+    wait_for_previous(OVERLAP, LONG=True)
     channel = tl.program_id(0)
     one = channel + tl.arange(0, 1)
     total, _b, _c = add_entries(
@@ -125,12 +125,11 @@ def select_kernel(
     else:
         head = tl.maximum(high - mean, mean - low)
         head = tl.where(known, head, -1.0)
-        taken = tl.full((BLOCK_G,), -1, tl.int32)  # within equal values of a group: the last element taken
+        last = -1  # taken, where the group holds its value again: then the same group is the first among the largest
         for j in range(K):
-            best = tl.max(head, axis=0)
-            group = tl.min(tl.where(head == best, g, BLOCK_G), axis=0)
-            last = tl.max(tl.where(g == group, taken, -1), axis=0)
+            best, group = tl.max(head, axis=0, return_indices=True)
             chosen = elements * 1
+            equal = 0  # of its value, not yet taken
             after = -1.0
             for e0 in range(0, elements, BLOCK_E):
                 e = e0 + tl.arange(0, BLOCK_E)
@@ -140,16 +139,8 @@ def select_kernel(
                 deviation = tl.where(valid, tl.abs(v - mean), -1.0)
                 fresh = (deviation == best) & (e > last)
                 chosen = tl.minimum(chosen, tl.min(tl.where(fresh, e, elements), axis=0))
+                equal += tl.sum(fresh.to(tl.int32), axis=0)
                 after = tl.maximum(after, tl.max(tl.where(deviation < best, deviation, -1.0), axis=0))
-            # A second look: is there another element of the same value behind the chosen one?
-            again = 0
-            for e0 in range(0, elements, BLOCK_E):
-                e = e0 + tl.arange(0, BLOCK_E)
-                v, _o, valid = group_values(
-                    x_ptr, group, e, channel, rows, cols, spatial, per_channel, tiles, splits, KEEP_R, GROUP, BLOCK_R
-                )
-                same = valid & (tl.abs(v - mean) == best) & (e > chosen)
-                again = tl.maximum(again, tl.max(same.to(tl.int32), axis=0))
             v, offset, valid = group_values(
                 x_ptr, group, chosen, channel, rows, cols, spatial, per_channel, tiles, splits, KEEP_R, GROUP, BLOCK_R
             )
@@ -158,8 +149,8 @@ def select_kernel(
             place = tl.where(v >= mean, offset, ~offset)
             tl.store(index_ptr + j * channels + channel, place)
             statistic += best / K
-            head = tl.where(g == group, tl.where(again > 0, best, after), head)
-            taken = tl.where(g == group, tl.where(again > 0, chosen, -1), taken)
+            head = tl.where(g == group, tl.where(equal > 1, best, after), head)
+            last = tl.where(equal > 1, chosen, -1)
 
     statistic = tl.where(mean == mean, statistic, mean)  # a maximum passes over NaN
     write_statistics(
