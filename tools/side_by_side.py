@@ -3,20 +3,24 @@
     python tools/side_by_side.py                                # L1, L2, Top(10), mean-only; 1, 4, 8 and 12 of them
     python tools/side_by_side.py --norm topk --runs 12 --no-overlap --connections 8
 
-Each network's whole step is a CUDA graph on a stream of its own, as in the lab's runs (`normmatters reproduce --jobs`);
-the host only replays. `--no-overlap`: kernels do not take their places before the one before has ended (`launch.py`).
+Each network's whole step is a CUDA graph on a stream of its own that a thread of its own replays, as in the lab's runs
+(`normmatters reproduce --jobs`). `--ahead`: how many replays a thread may be ahead of the device before it looks (it is
+at most twice as many). `--no-overlap`: kernels do not take their places before the one before has ended (`launch.py`).
 `--connections`: the device's queues for streams; CUDA's own default is 8, and streams that share one wait in turn.
+"host" is the time that a thread's processor works for a step: where that of all threads together is the time of a step,
+the host is what the device waits for.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import threading
 import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    import torch
+    from normmatters.lab.graph import CudaGraphs
 
 NORMS = ("l1", "l2", "linf", "topk", "range", "mean_only", "native")
 
@@ -25,11 +29,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--norm", nargs="+", default=["l1", "l2", "topk", "mean_only"], choices=NORMS)
     parser.add_argument("--runs", nargs="+", type=int, default=[1, 4, 8, 12])
+    parser.add_argument("--ahead", nargs="+", type=int, default=[32])
     parser.add_argument("--model", default="resnet56")
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--seconds", type=float, default=1.0, help="of replays, for each number")
     parser.add_argument("--no-overlap", action="store_true")
-    parser.add_argument("--connections", type=int, default=32)
+    parser.add_argument("--connections", type=int, default=8)
     given = parser.parse_args()
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(given.connections)  # read when CUDA starts
 
@@ -43,21 +48,24 @@ def main() -> None:
 
         launch.can_overlap = lambda device: False  # type: ignore[assignment]
     print(f"{torch.cuda.get_device_name()}, overlap {not given.no_overlap}, {given.connections} connections")
-    print("norm       runs  ms a step of all  steps/s in all")
+    print("norm       runs  ahead  ms a step of all  steps/s in all  host, ms a step")
     for norm in given.norm:
         graphs = [_graph(norm, given.model, given.batch) for _ in range(max(given.runs))]
-        for count in given.runs:
-            ms = _time(graphs[:count], given.seconds)
-            print(f"{norm:10} {count:4} {ms:17.2f} {1000 * count / ms:15.0f}", flush=True)
+        for ahead in given.ahead:
+            for count in given.runs:
+                steps, host = _time(graphs[:count], ahead, given.seconds)
+                ms = 1000 * count / steps
+                print(f"{norm:10} {count:4} {ahead:6} {ms:17.2f} {steps:15.0f} {1000 * host:16.3f}", flush=True)
 
 
-def _graph(norm: str, name: str, batch: int) -> tuple[torch.cuda.CUDAGraph, torch.cuda.Stream]:
+def _graph(norm: str, name: str, batch: int) -> CudaGraphs:
     """One network's step, forward, backward and SGD, on random images."""
     import torch
     from torch.nn.functional import cross_entropy
 
     from normmatters.lab.capture import all_at_once
     from normmatters.lab.config import ModelConfig
+    from normmatters.lab.graph import CudaGraphs
     from normmatters.lab.models import build_image_model
 
     kind = {"weight_norm": "bwn"} if norm == "mean_only" else {"norm": norm}
@@ -73,38 +81,52 @@ def _graph(norm: str, name: str, batch: int) -> tuple[torch.cuda.CUDAGraph, torc
             loss = cross_entropy(model(images), labels)
         loss.backward()
 
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            gradients()
-            optimizer.step()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph, stream=stream):
+    def step() -> None:
         with all_at_once(model, torch.bfloat16):
             gradients()
         optimizer.step()
-    return graph, stream
+
+    graphs = CudaGraphs(torch.device("cuda"))  # with a stream of its own
+    with graphs.warm_up():
+        for _ in range(3):
+            gradients()
+            optimizer.step()
+    graphs.record("step", step)
+    return graphs
 
 
-def _time(graphs: list[tuple[torch.cuda.CUDAGraph, torch.cuda.Stream]], seconds: float) -> float:
-    """Milliseconds in which each of them takes one step."""
+def _time(runs: list[CudaGraphs], ahead: int, seconds: float) -> tuple[float, float]:
+    """Steps a second of all together, and the seconds that a processor works for one of them."""
     import torch
 
-    def rounds(count: int) -> float:
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for i in range(count):
-            for graph, stream in graphs:
-                with torch.cuda.stream(stream):
-                    graph.replay()
-            if i % 16 == 15:  # not too far ahead
-                torch.cuda.synchronize()
-        torch.cuda.synchronize()
-        return (time.perf_counter() - start) / count
+    taken: list[int] = []
+    worked: list[float] = []
+    start = threading.Barrier(len(runs) + 1)
 
-    count = max(16, int(seconds / rounds(16)))
-    return 1000 * rounds(count)
+    def replay(graphs: CudaGraphs) -> None:
+        with torch.cuda.stream(graphs._stream):
+            graphs._ahead = ahead
+            for _ in range(4):
+                graphs.replay("step")
+            torch.cuda.current_stream().synchronize()
+            start.wait()
+            end, before, count = time.perf_counter() + seconds, time.thread_time(), 0
+            while time.perf_counter() < end:
+                graphs.replay("step")
+                count += 1
+            torch.cuda.current_stream().synchronize()
+            taken.append(count)
+            worked.append((time.thread_time() - before) / count)
+
+    threads = [threading.Thread(target=replay, args=(graphs,)) for graphs in runs]
+    for thread in threads:
+        thread.start()
+    start.wait()
+    began = time.perf_counter()
+    for thread in threads:
+        thread.join()
+    elapsed = time.perf_counter() - began
+    return sum(taken) / elapsed, sum(worked) / len(worked)
 
 
 if __name__ == "__main__":
