@@ -29,7 +29,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--norm", nargs="+", default=["l1", "l2", "topk", "mean_only"], choices=NORMS)
     parser.add_argument("--runs", nargs="+", type=int, default=[1, 4, 8, 12])
-    parser.add_argument("--ahead", nargs="+", type=int, default=[32])
+    parser.add_argument("--ahead", nargs="+", type=int, default=[4])
     parser.add_argument("--model", default="resnet56")
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--seconds", type=float, default=1.0, help="of replays, for each number")

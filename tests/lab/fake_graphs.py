@@ -60,5 +60,5 @@ def use_fake_graphs(monkeypatch: pytest.MonkeyPatch, kind: type[FakeGraphs] = Fa
         return plain(model, *args, graphs=graphs, **options)
 
     FakeGraphs.recorded = []
-    monkeypatch.setattr(trainer, "step_graphs", lambda device, generator, many: kind())
+    monkeypatch.setattr(trainer, "step_graphs", lambda device, generator: kind())
     monkeypatch.setattr(trainer, "Stepper", stepper)

@@ -13,8 +13,7 @@ from normmatters.lab.gate import gpu
 
 __all__ = ["CudaGraphs", "own_stream", "step_graphs"]
 
-_AHEAD = 32  # replays between the marks at which the host waits until the device has reached the mark before
-_AHEAD_OF_MANY = 4  # where graphs are recorded all along the first epochs
+_AHEAD = 4  # replays between the marks at which the host waits until the device has reached the mark before
 _mine = threading.local()
 
 
@@ -24,7 +23,7 @@ class CudaGraphs:
     A run has one graph for each ``key`` (the shapes of its batches). They share their memory, since no two of them run
     at a time, and draw random numbers from ``generator``: each replay goes on where the last one, or an eager step,
     ended. The host may be up to twice ``ahead`` replays ahead, enough to keep the device busy. More would only make
-    others wait: who captures a graph waits for all work that was launched before.
+    others wait: a run that begins waits for all work that was launched before, of every run, four times over.
     """
 
     def __init__(self, device: torch.device, generator: torch.Generator | None = None, ahead: int = _AHEAD) -> None:
@@ -93,10 +92,9 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def step_graphs(device: torch.device, generator: torch.Generator | None, *, many: bool) -> CudaGraphs | None:
-    """Graphs for a run's steps, ``many`` where its batches differ in shape; None where there is no GPU."""
-    ahead = _AHEAD_OF_MANY if many else _AHEAD
-    return CudaGraphs(device, generator, ahead) if device.type == "cuda" else None
+def step_graphs(device: torch.device, generator: torch.Generator | None) -> CudaGraphs | None:
+    """Graphs for a run's steps; None where there is no GPU."""
+    return CudaGraphs(device, generator) if device.type == "cuda" else None
 
 
 def own_stream(device: torch.device) -> torch.cuda.Stream:

@@ -154,7 +154,7 @@ class _Run:
             draw_from(model, self.generator)
         graphs = None
         if runtime.compile == "cudagraph" and shard.world == 1:
-            graphs = step_graphs(device, self.generator, many=isinstance(self.data, TextData))
+            graphs = step_graphs(device, self.generator)
         if graphs is not None and isinstance(self.data, TextData):
             self.data.train.few_shapes()
         self.stepper = Stepper(
