@@ -372,6 +372,22 @@ def test_both_kinds_in_one_model(weight_norm_calls):
     assert weight_norm_calls == ["forward", "forward", "backward", "backward"]
 
 
+def test_frozen_layers_get_no_gradients(kind, weight_norm_calls):
+    """Nor does the backward pass go on to where all layers are frozen."""
+    model, reference = fuse(net(kind)), net(kind)
+    seen = []
+    model.stem.register_forward_hook(lambda m, _, y: seen.append((m.weight.requires_grad, y.requires_grad)))
+    for one in (model, reference):
+        one.stem.requires_grad_(False)
+        one(BATCH.to(DEVICE)).square().sum().backward()
+    assert seen == [(False, False)]
+    same(*([p.grad for p in one.parameters() if p.grad is not None] for one in (model, reference)))
+    assert weight_norm_calls == ["forward", "forward", "backward"]
+    model.stem.requires_grad_(True)
+    same(step(model), step(net(kind)))
+    assert weight_norm_calls[3:] == ["forward", "backward"]
+
+
 @pytest.mark.parametrize("frozen", ["original0", "original1"])
 def test_a_frozen_half_of_a_classic_weight(frozen, weight_norm_calls):
     ours, reference = fuse(net("classic")), net("classic")

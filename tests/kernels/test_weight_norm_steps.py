@@ -124,6 +124,17 @@ def test_gradient_checkpointing(reentrant, autocast, kind, weight_norm_calls):
     assert weight_norm_calls == ["forward"] * 3 + ["backward"] * (3 if reentrant else 1)
 
 
+@pytest.mark.parametrize("autocast", [None, torch.float16])
+def test_a_frozen_part_is_checkpointed(autocast, kind, weight_norm_calls):
+    model, plain = net(kind, False), net(kind, fused=False)
+    for one in (model, plain):
+        one.body.requires_grad_(False)
+        loss_of(one, autocast).backward()
+    found = [[p.grad for p in one.parameters() if p.requires_grad] for one in (model, plain)]
+    same(*found, 1e-5 if autocast is None else 2e-2)
+    assert weight_norm_calls == ["forward", "forward", "backward"]
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_part_used_in_a_checkpoint_and_outside(reentrant, kind, weight_norm_calls):
     model, plain = net(kind, reentrant, twice=True), net(kind, fused=False, twice=True)

@@ -19,7 +19,7 @@ __all__ = ["fuse", "unfuse"]
 
 M = TypeVar("M", bound=nn.Module)
 
-_DEVICE, _DTYPE, _SHAPE = attrgetter("device"), attrgetter("dtype"), attrgetter("shape")
+_READ: tuple[Any, ...] = (*map(attrgetter, ("device", "dtype", "shape", "requires_grad")), Tensor.stride)
 
 # Bytes of a group in distributed training: what DistributedDataParallel exchanges at a time.
 _BUCKET = 25 * 2**20
@@ -118,6 +118,7 @@ class _Group(NamedTuple):
     dtype: torch.dtype
     p: float
     learned: bool
+    trained: bool  # all weights of a call require gradients if one does, and a frozen layer would compute its own
     bucket: int
 
 
@@ -154,7 +155,7 @@ class _Fusion:
             buckets,
             [torch.is_autocast_enabled(d) and torch.get_autocast_dtype(d) for d in ("cuda", "cpu")],
             kinds,
-            [[*map(read, there)] for read in (_DEVICE, _DTYPE, _SHAPE, Tensor.stride)],
+            [[*map(read, there)] for read in _READ],
         )
         if signature != self._signature:
             self._calls = [
@@ -187,7 +188,8 @@ class _Fusion:
                 bucket = passed // _BUCKET if buckets else 0
                 passed += x.numel() * x.element_size()
                 dtype = _dtype_for(x, layer.low_precision)
-                group = _Group(x.device, x.dtype, dtype, float(norm.p), is_learned(r), bucket)
+                trained = x.requires_grad or r.requires_grad
+                group = _Group(x.device, x.dtype, dtype, float(norm.p), is_learned(r), trained, bucket)
                 groups.setdefault(group, []).append(i)
         return groups
 
