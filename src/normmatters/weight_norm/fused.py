@@ -19,6 +19,7 @@ __all__ = ["fuse", "unfuse"]
 
 M = TypeVar("M", bound=nn.Module)
 
+# What groups depend on in a v or ρ.
 _READ: tuple[Any, ...] = (*map(attrgetter, ("device", "dtype", "shape", "requires_grad")), Tensor.stride)
 
 # Bytes of a group in distributed training: what DistributedDataParallel exchanges at a time.
@@ -98,7 +99,7 @@ def unfuse(model: M) -> M:
 class _Layer(NamedTuple):
     home: Any  # the ModuleDict of the layer's parametrizations
     name: str  # of the weight
-    stack: Any  # home[name], the ParametrizationList, which has v, and a g
+    stack: Any  # home[name], the ParametrizationList, which has v, and g if there is one
     norm: BoundedWeight | ClassicWeight
     shape: torch.Size
     low_precision: bool
@@ -117,8 +118,8 @@ class _Group(NamedTuple):
     v: torch.dtype
     dtype: torch.dtype
     p: float
-    learned: bool
-    trained: bool  # all weights of a call require gradients if one does, and a frozen layer would compute its own
+    learned: bool  # one ρ for each row: classic weight norm
+    trained: bool  # if one weight of a call requires gradients, all do: a frozen layer would compute some for nothing
     bucket: int
 
 
