@@ -75,20 +75,23 @@ def test_offloaded_twins(mode):
 
 
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
-def test_offloaded_weights(mode):
+@pytest.mark.parametrize("kind", ["bounded", "classic"])
+def test_offloaded_weights(kind, mode):
     layer = nn.Conv2d(3, 5, 2, device=DEVICE).to(memory_format=torch.channels_last)
-    apply_weight_norm(layer)
+    apply_weight_norm(layer, kind=kind)
     x = torch.randn(2, 3, 4, 4, device=DEVICE)
     check_offloaded(mode, lambda: layer(x), list(layer.parameters()))
 
 
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
-def test_a_rho_changed_before_the_backward_pass_is_noticed(mode):
+@pytest.mark.parametrize("kind", ["bounded", "classic"])
+def test_a_rho_changed_before_the_backward_pass_is_noticed(kind, mode):
     layer = nn.Linear(4, 3, device=DEVICE)
-    apply_weight_norm(layer)
+    apply_weight_norm(layer, kind=kind)
     with mode():
         y = layer(torch.ones(2, 4, device=DEVICE))
-    layer.parametrizations.weight[0].rho.mul_(2)
+    stack = layer.parametrizations.weight
+    (stack[0].rho if kind == "bounded" else stack.original0.detach()).mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
 
@@ -149,27 +152,23 @@ def test_gradients_that_are_recorded_may_be_used():
     assert_close(torch.autograd.grad(norm(x).pow(3).sum(), (x, *norm.parameters()), create_graph=True), expected)
 
 
-def test_differentiating_a_bounded_weight_twice_is_an_error_where_a_kernel_made_it():
+@pytest.mark.parametrize("kind", ["bounded", "classic"])
+def test_differentiating_a_weight_twice_is_an_error_where_a_kernel_made_it(kind):
     """Under a mode the layer computes its weight itself, and that can be."""
     layer = nn.Linear(4, 4, bias=False, device=DEVICE)
-    apply_weight_norm(layer)
+    apply_weight_norm(layer, kind=kind)
     x = torch.randn(3, 4, device=DEVICE)
-    (parameter,) = layer.parameters()
+    parameters = list(layer.parameters())
 
-    def twice():
-        (g,) = torch.autograd.grad(layer(x).pow(3).sum(), parameter, create_graph=True)
-        g.square().sum().backward()
-        return parameter.grad
+    def twice(call, leaves):
+        gradients = torch.autograd.grad(call().pow(3).sum(), leaves, create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in gradients), leaves)
 
     with Watching():
-        watched = twice()
-    parametrization = layer.parametrizations.weight[0]
-
-    def loss(v):
-        return nn.functional.linear(x, bounded_weight(v, parametrization.rho)).pow(3).sum()
-
-    v = parameter.detach().requires_grad_()
-    (g,) = torch.autograd.grad(loss(v), v, create_graph=True)
-    assert_close(watched, torch.autograd.grad(g.square().sum(), v)[0])
-    with pytest.raises(RuntimeError, match="only once"):
-        twice()
+        watched = twice(lambda: layer(x), parameters)
+    leaves = [p.detach().requires_grad_() for p in parameters]
+    rho = layer.parametrizations.weight[0].rho if kind == "bounded" else leaves[0]
+    assert_close(watched, twice(lambda: nn.functional.linear(x, bounded_weight(leaves[-1], rho)), leaves))
+    for leaf in parameters:
+        with pytest.raises(RuntimeError, match="only once"):
+            twice(lambda: layer(x), [leaf])

@@ -1,10 +1,11 @@
-"""All bounded weights of a model at once, against each layer's own: on a GPU, or through Triton's interpreter."""
+"""All normalized weights of a model at once, against each layer's own: on a GPU, or through Triton's interpreter."""
 
 from __future__ import annotations
 
 import copy
 import math
 import pickle
+from typing import Literal
 
 import pytest
 import torch
@@ -17,10 +18,17 @@ import tolerances
 from normmatters.functional import bounded_weight
 from normmatters.functional.weight import slice_norm
 from normmatters.kernels import weight_norm_ops as ops
-from normmatters.weight_norm import apply_weight_norm, fuse, fused, remove_weight_norm, unfuse
+from normmatters.weight_norm import apply_weight_norm, classic_weight_norm, fuse, fused, remove_weight_norm, unfuse
+from normmatters.weight_norm.parametrized import v_and_rho
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ORDERS = [1, 2, math.inf]
+
+
+@pytest.fixture(params=["bounded", "classic"])
+def kind(request) -> str:
+    """One fixed ρ a tensor, or a learned one for each row."""
+    return str(request.param)
 
 
 # The kernels ----------------------------------------------------------------------------------------------------------
@@ -28,22 +36,30 @@ ORDERS = [1, 2, math.inf]
 
 def tensors() -> list[Tensor]:
     """Every class of row length, odd ones among them, several rows a tile and several tiles, both memory orders."""
-    shapes = [(5, 3), (1, 1), (6, 4, 3, 3), (19, 8, 1, 1), (9, 65), (3, 700), (2, 2100)]
+    shapes = [(5, 3), (1, 1), (4,), (6, 4, 3, 3), (19, 8, 1, 1), (9, 65), (3, 700), (2, 2100)]
     made = [torch.randn(shape, device=DEVICE) for shape in shapes]
     return [x.to(memory_format=torch.channels_last) if x.ndim == 4 else x for x in made]
 
 
-def check_weights(v: list[Tensor], p: float, dtype: torch.dtype) -> None:
+def rho_for(v: list[Tensor], kind: str) -> list[Tensor]:
+    if kind == "bounded":
+        return [torch.tensor(0.5 + i, device=DEVICE) for i in range(len(v))]
+    # Of either sign, and one of them 0.
+    made = [torch.arange(-1.0, x.shape[0] - 1, device=DEVICE).view(-1, *[1] * (x.ndim - 1)) for x in v]
+    return [(r / x.shape[0]).to(x.dtype).requires_grad_() for x, r in zip(v, made)]
+
+
+def check_weights(v: list[Tensor], p: float, dtype: torch.dtype, kind: str) -> None:
     v = [x.detach().requires_grad_() for x in v]
-    rho = [torch.tensor(0.5 + i, device=DEVICE) for i in range(len(v))]
+    rho = rho_for(v, kind)
     for x, r in zip(v, rho):
         assert ops.supported(x, r, dim=0, p=p, k=None) is None
-    weights = ops.Together(v, p, dtype)(v, rho)
+    weights = ops.Together(v, p, dtype, kind == "classic")(v, rho)
     gradients = [torch.randn(w.shape, device=DEVICE).to(dtype) for w in weights]
     torch.autograd.backward(weights, gradients)
     for x, r, w, g in zip(v, rho, weights, gradients):
-        reference = x.detach().double().requires_grad_()
-        expected = bounded_weight(reference, r.double(), p=p)
+        reference, exact = x.detach().double().requires_grad_(), r.detach().double().requires_grad_()
+        expected = bounded_weight(reference, exact, p=p)
         expected.backward(g.double())
         n = x.numel() // x.shape[0]
         assert w.dtype == dtype
@@ -54,8 +70,14 @@ def check_weights(v: list[Tensor], p: float, dtype: torch.dtype) -> None:
         close(w, expected, tolerances.statistic(dtype, n) + tolerances.elementwise(dtype))
         # The two terms of the gradient may cancel: their size is that of rho·g/‖v‖.
         norm = slice_norm(reference.detach(), p=p)
-        size = float((r * g.abs() / torch.where(norm == 0, 1, norm)).max())
-        close(x.grad, reference.grad, tolerances.statistic(x.dtype, n) + tolerances.elementwise(x.dtype), size)
+        bound = tolerances.statistic(x.dtype, n) + tolerances.elementwise(x.dtype)
+        terms = g.double() / torch.where(norm == 0, 1, norm)
+        close(x.grad, reference.grad, bound, float((r * terms).detach().abs().max()))
+        if kind == "classic":
+            assert r.grad is not None
+            assert (r.grad.shape, r.grad.stride(), r.grad.dtype) == (r.shape, r.stride(), r.dtype)
+            size = (terms * reference.detach()).abs().reshape(x.shape[0], -1).sum(1).max()
+            close(r.grad, exact.grad, bound, float(size))
 
 
 def close(ours: Tensor, reference: Tensor | None, bound: float, size: float = 0.0) -> None:
@@ -65,30 +87,30 @@ def close(ours: Tensor, reference: Tensor | None, bound: float, size: float = 0.
 
 
 @pytest.mark.parametrize("p", ORDERS)
-def test_values_and_gradients(p, poisoned_empty):
-    check_weights(tensors(), p, torch.float32)
+def test_values_and_gradients(p, kind, poisoned_empty):
+    check_weights(tensors(), p, torch.float32, kind)
 
 
 @pytest.mark.parametrize(("dtype", "out"), [(torch.float32, torch.float16), (torch.bfloat16, torch.bfloat16)])
-def test_half_precision(dtype, out):
-    check_weights([x.to(dtype) for x in tensors()], 2, out)
+def test_half_precision(dtype, out, kind):
+    check_weights([x.to(dtype) for x in tensors()], 2, out, kind)
 
 
 @pytest.mark.parametrize("p", ORDERS)
-def test_zero_rows_ties_and_extreme_scales(p):
+def test_zero_rows_ties_and_extreme_scales(p, kind):
     v = torch.randn(6, 12, device=DEVICE)
     v[0] = 0
     v[1] = torch.tensor([1.0, -1.0, 0.0], device=DEVICE).repeat(4)  # at p = ∞ eight elements share the gradient
     v[2, ::2] = 0
-    check_weights([v], p, torch.float32)
+    check_weights([v], p, torch.float32, kind)
     for scale in (1e-30, 1e30):  # their squares are outside float32's range
-        check_weights([torch.randn(3, 20, device=DEVICE) * scale], p, torch.float32)
+        check_weights([torch.randn(3, 20, device=DEVICE) * scale], p, torch.float32, kind)
 
 
-def test_unaligned_storage():
+def test_unaligned_storage(kind):
     """A parameter that starts anywhere in memory, and one whose rows do."""
     flat = torch.randn(100, device=DEVICE)
-    check_weights([flat[1:81].view(10, 8), torch.randn(3, 8, device=DEVICE)], 2, torch.float32)
+    check_weights([flat[1:81].view(10, 8), torch.randn(3, 8, device=DEVICE)], 2, torch.float32, kind)
 
 
 def test_supported():
@@ -107,26 +129,40 @@ def test_supported():
     assert "dense" in reason(v.t())
     assert "dense" in reason(v[:, :2])
     assert "meta" in reason(v.to("meta"))
+    g = torch.ones(4, 1, device=DEVICE)
+    assert reason(v, g) == "None"
+    assert reason(v.half(), g.half()) == "None"
+    assert reason(v[:, 0].contiguous(), g[:, 0]) == "None"
+    assert "float32 with torch.float16" in reason(v, g.half())
+    assert "float16 with torch.float32" in reason(v.half(), g)
+    assert "(4, 1)" in reason(v, g[:1])
+    assert "(4, 1)" in reason(v, g[:, 0])
+    assert "(4, 1)" in reason(v, g[:1].expand(4, 1))
 
 
-def test_gradients_in_any_layout_and_missing_ones():
+def test_gradients_in_any_layout_and_missing_ones(kind):
     """A layer may hand back a gradient laid out otherwise than its weight, or none."""
     v = [torch.randn(4, 3, 2, 2, device=DEVICE).to(memory_format=torch.channels_last), torch.randn(5, 6, device=DEVICE)]
     v = [x.requires_grad_() for x in v]
-    rho = [torch.ones((), device=DEVICE)] * 2
+    rho = rho_for(v, kind)
+    learned = [(x, r) if kind == "classic" else (x,) for x, r in zip(v, rho)]
     g = torch.randn(4, 3, 2, 2, device=DEVICE)
-    (first, second) = torch.autograd.grad(ops.Together(v, 1, torch.float32)(v, rho)[0], v, g)
-    (expected,) = torch.autograd.grad(bounded_weight(v[0], rho[0], p=1), v[0], g)
-    torch.testing.assert_close(first, expected)
-    assert torch.equal(second, torch.zeros_like(second))
+    weight = ops.Together(v, 1, torch.float32, kind == "classic")(v, rho)[0]
+    expected = torch.autograd.grad(bounded_weight(v[0], rho[0], p=1), learned[0], g)
+    for _ in range(2):
+        first, second = (torch.autograd.grad(weight, which, g, retain_graph=True) for which in learned)
+        torch.testing.assert_close(first, expected)
+        assert not any(map(torch.any, second))
 
 
-def test_differentiated_once():
-    v, rho = [torch.randn(4, 3, device=DEVICE, requires_grad=True)], [torch.ones((), device=DEVICE)]
-    (weight,) = ops.Together(v, 2, torch.float32)(v, rho)
-    (dv,) = torch.autograd.grad(weight.square().sum(), v, create_graph=True)  # using the gradient is fine
-    with pytest.raises(RuntimeError, match="only once"):
-        dv.sum().backward()
+def test_differentiated_once(kind):
+    v = [torch.randn(4, 3, device=DEVICE, requires_grad=True)]
+    rho = rho_for(v, kind)
+    for leaf in [*v, *rho][: 2 if kind == "classic" else 1]:
+        (weight,) = ops.Together(v, 2, torch.float32, kind == "classic")(v, rho)
+        (gradient,) = torch.autograd.grad(weight.square().sum(), leaf, create_graph=True)  # using it is fine
+        with pytest.raises(RuntimeError, match="only once"):
+            gradient.sum().backward()
 
 
 # The model ------------------------------------------------------------------------------------------------------------
@@ -152,10 +188,10 @@ class Net(nn.Module):
             return self.exact(x.float())  # type: ignore[no-any-return]
 
 
-def net(p: float = 2) -> Net:
+def net(kind: Literal["bounded", "classic"], p: float = 2) -> Net:
     torch.manual_seed(1)
     model = Net().to(DEVICE)
-    apply_weight_norm(model, p=p, fused=False)
+    apply_weight_norm(model, p=p, kind=kind, fused=False)
     return model
 
 
@@ -169,7 +205,7 @@ def step(model: nn.Module, autocast: torch.dtype | None = None) -> list[Tensor]:
         y = model(BATCH.to(DEVICE))
     y.square().sum().backward()
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    assert len(gradients) == 10
+    assert len(gradients) == len([*model.parameters()])
     return [y.detach(), *gradients]
 
 
@@ -180,26 +216,26 @@ def same(ours: list[Tensor], reference: list[Tensor], bound: float = 1e-6) -> No
 
 
 @pytest.mark.parametrize("p", ORDERS)
-def test_model_computes_the_same(p, weight_norm_calls):
-    same(step(fuse(net(p))), step(net(p)))
+def test_model_computes_the_same(p, kind, weight_norm_calls):
+    same(step(fuse(net(kind, p))), step(net(kind, p)))
     assert weight_norm_calls == ["forward", "backward"]
 
 
-def test_autocast_gets_its_precision(weight_norm_calls):
+def test_autocast_gets_its_precision(kind, weight_norm_calls):
     """Weights come out in fp16, except for the layer that is called with autocast off. fp16: rounding, not formula."""
-    model = fuse(net())
+    model = fuse(net(kind))
     seen = {}
     for name in ("stem", "exact"):
         getattr(model, name).register_forward_pre_hook(lambda m, _, name=name: seen.update({name: m.weight.dtype}))
     found = step(model, torch.float16)
     assert seen == {"stem": torch.float16, "exact": torch.float32}
     assert weight_norm_calls == ["forward", "backward"]
-    same(found, step(net(), torch.float16), 16 * torch.finfo(torch.float16).eps)
+    same(found, step(net(kind), torch.float16), 16 * torch.finfo(torch.float16).eps)
 
 
-def test_weights_are_fresh_at_every_pass(weight_norm_calls):
+def test_weights_are_fresh_at_every_pass(kind, weight_norm_calls):
     """Optimizer steps, accumulation over two passes, and passes whose graphs live side by side."""
-    ours, reference = fuse(net()), net()
+    ours, reference = fuse(net(kind)), net(kind)
     results = []
     for model in (ours, reference):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -214,24 +250,26 @@ def test_weights_are_fresh_at_every_pass(weight_norm_calls):
     assert len(weight_norm_calls) == 2 * 6
 
 
-def test_outside_the_pass_layers_compute_their_own(weight_norm_calls):
-    model = fuse(net())
+def test_outside_the_pass_layers_compute_their_own(kind, weight_norm_calls):
+    model = fuse(net(kind))
     step(model)
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(2).add_(0.01)
-    fresh = bounded_weight(model.stem.parametrizations.weight.original, model.stem.parametrizations.weight[0].rho)
+    stack = model.stem.parametrizations.weight
+    v, rho = v_and_rho(stack[0], stack)
+    fresh = bounded_weight(v, rho)
     assert torch.equal(model.stem.weight, fresh)
     assert model.stem.weight.requires_grad
     model.fail = True
     with pytest.raises(RuntimeError, match="on purpose"):
         model(BATCH.to(DEVICE))
     with torch.no_grad():
-        model.stem.parametrizations.weight.original.neg_()
+        v.neg_()
     torch.testing.assert_close(model.stem.weight, -fresh)
 
 
-def test_gradients_in_a_part_of_a_pass_without_them(weight_norm_calls):
+def test_gradients_in_a_part_of_a_pass_without_them(kind, weight_norm_calls):
     """As a saliency map is made in evaluation: the weights of the pass have no gradients, those of the part do."""
 
     class Recorded(nn.Linear):
@@ -240,19 +278,21 @@ def test_gradients_in_a_part_of_a_pass_without_them(weight_norm_calls):
                 return super().forward(x)
 
     model = nn.Sequential(nn.Linear(3, 4), Recorded(4, 2)).to(DEVICE)
-    apply_weight_norm(model)
+    apply_weight_norm(model, kind=kind)
+    if kind == "classic":  # g alone is learned
+        model[1].parametrizations.weight.original1.requires_grad_(False)
     plain = unfuse(copy.deepcopy(model))
     for net in (model, plain):
         with torch.no_grad():
             y = net(torch.ones(2, 3, device=DEVICE))
         y.square().sum().backward()
     assert len(weight_norm_calls) == 1
-    v, expected = (net[1].parametrizations.weight.original.grad for net in (model, plain))
-    torch.testing.assert_close(v, expected)
+    ours, expected = ([p.grad for p in net[1].parameters()] for net in (model, plain))
+    torch.testing.assert_close(ours, expected)
 
 
-def test_eval_without_grad(weight_norm_calls):
-    model, reference = fuse(net()).eval(), net().eval()
+def test_eval_without_grad(kind, weight_norm_calls):
+    model, reference = fuse(net(kind)).eval(), net(kind).eval()
     with torch.no_grad():
         close(model(BATCH.to(DEVICE)), reference(BATCH.to(DEVICE)), 1e-6)
     with torch.inference_mode():
@@ -260,9 +300,9 @@ def test_eval_without_grad(weight_norm_calls):
     assert weight_norm_calls == ["forward"] * 2
 
 
-def test_copies_are_fused_on_their_own(weight_norm_calls):
-    model = fuse(net())
-    expected = step(net())
+def test_copies_are_fused_on_their_own(kind, weight_norm_calls):
+    model = fuse(net(kind))
+    expected = step(net(kind))
     step(model)
     copied, loaded = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
     with torch.no_grad():
@@ -272,11 +312,11 @@ def test_copies_are_fused_on_their_own(weight_norm_calls):
     same(step(copied), expected)
     same(step(loaded), expected)
     assert weight_norm_calls == ["forward", "backward"] * 2
-    assert sorted(copied.state_dict()) == sorted(net().state_dict())
+    assert sorted(copied.state_dict()) == sorted(net(kind).state_dict())
 
 
-def test_unfuse_and_remove(weight_norm_calls):
-    model = fuse(fuse(net()))
+def test_unfuse_and_remove(kind, weight_norm_calls):
+    model = fuse(fuse(net(kind)))
     expected = step(model)
     assert weight_norm_calls == ["forward", "backward"]
     same(step(unfuse(model)), expected)
@@ -292,36 +332,100 @@ def test_unfuse_and_remove(weight_norm_calls):
         fuse(3)
 
 
-def test_apply_weight_norm_fuses(weight_norm_calls):
+def test_apply_weight_norm_fuses(kind, weight_norm_calls):
     torch.manual_seed(1)
     model = Net().to(DEVICE)
-    apply_weight_norm(model.body)
-    apply_weight_norm(model)  # its hooks take over those of the part
-    assert sorted(model.state_dict()) == sorted(net().state_dict())
-    same(step(model), step(net()))
+    apply_weight_norm(model.body, kind=kind)
+    apply_weight_norm(model, kind=kind)  # its hooks take over those of the part
+    assert sorted(model.state_dict()) == sorted(net(kind).state_dict())
+    same(step(model), step(net(kind)))
     assert weight_norm_calls == ["forward", "backward"]
 
 
-def test_a_layer_without_its_norm_is_left_out(weight_norm_calls):
+def test_a_layer_without_its_norm_is_left_out(kind, weight_norm_calls):
     """And so is one whose parameter has another shape for the time being, as a sharded one has."""
-    model, reference = fuse(net()), net()
+    model, reference = fuse(net(kind)), net(kind)
     for one in (model, reference):
         remove_weight_norm(one.body[0])
     same(step(model), step(reference))
     (fusion,) = (hook.__self__ for hook in model._forward_pre_hooks.values())
     assert [len(members) for members, _ in fusion._calls] == [4]
     stack = model.stem.parametrizations.weight
-    stack.original = nn.Parameter(stack.original.detach()[:4])
+    name = "original" if kind == "bounded" else "original1"
+    whole = getattr(stack, name)
+    setattr(stack, name, nn.Parameter(whole.detach()[:4]))
     fusion.before(model, ())
     assert [len(members) for members, _ in fusion._calls] == [3]
+    if kind == "classic":
+        stack.original1, stack.original0 = whole, nn.Parameter(stack.original0.detach()[:4])
+        fusion.before(model, ())
+        assert [len(members) for members, _ in fusion._calls] == [3]
 
 
-def test_layers_that_the_kernels_cannot_take_stay_as_they_are(weight_norm_calls):
+def test_both_kinds_in_one_model(weight_norm_calls):
+    def mixed() -> Net:
+        torch.manual_seed(1)
+        model = Net().to(DEVICE)
+        apply_weight_norm(model.body, fused=False)
+        apply_weight_norm(model, kind="classic", fused=False)
+        return model
+
+    same(step(fuse(mixed())), step(mixed()))
+    assert weight_norm_calls == ["forward", "forward", "backward", "backward"]
+
+
+def test_frozen_layers_get_no_gradients(kind, weight_norm_calls):
+    """Nor does the backward pass go on to where all layers are frozen."""
+    model, reference = fuse(net(kind)), net(kind)
+    seen = []
+    model.stem.register_forward_hook(lambda m, _, y: seen.append((m.weight.requires_grad, y.requires_grad)))
+    for one in (model, reference):
+        one.stem.requires_grad_(False)
+        one(BATCH.to(DEVICE)).square().sum().backward()
+    assert seen == [(False, False)]
+    same(*([p.grad for p in one.parameters() if p.grad is not None] for one in (model, reference)))
+    assert weight_norm_calls == ["forward", "forward", "backward"]
+    model.stem.requires_grad_(True)
+    same(step(model), step(net(kind)))
+    assert weight_norm_calls[3:] == ["forward", "backward"]
+
+
+@pytest.mark.parametrize("frozen", ["original0", "original1"])
+def test_a_frozen_half_of_a_classic_weight(frozen, weight_norm_calls):
+    ours, reference = fuse(net("classic")), net("classic")
+    for model in (ours, reference):
+        for layer in (model.stem, model.head):
+            getattr(layer.parametrizations.weight, frozen).requires_grad_(False)
+        model(BATCH.to(DEVICE)).square().sum().backward()
+        assert getattr(model.stem.parametrizations.weight, frozen).grad is None
+    found = [[p.grad for p in model.parameters() if p.grad is not None] for model in (ours, reference)]
+    assert len(found[0]) == 15 - 2
+    same(*found)
+    assert weight_norm_calls == ["forward", "backward"]
+
+
+def test_a_g_that_the_kernels_cannot_take(weight_norm_calls):
+    """Of another dtype, or put in by a caller with other strides: the layer computes its own weight."""
+    model = fuse(nn.Sequential(classic_weight_norm(nn.Linear(4, 3, bias=False)))).to(DEVICE)
+    x = torch.ones(2, 4, device=DEVICE)
+    y = model(x)
+    (name, g), (_, v) = model.named_parameters()
+    twice = g.detach().repeat(1, 2)[:, :1]
+    torch.testing.assert_close(torch.func.functional_call(model, {name: twice}, x), y)
+    assert weight_norm_calls == ["forward"]
+    model[0].parametrizations.weight.original0 = nn.Parameter(g.detach().double())
+    model(x).sum().backward()
+    assert v.grad is not None
+    assert weight_norm_calls == ["forward"]
+
+
+def test_layers_that_the_kernels_cannot_take_stay_as_they_are(kind, weight_norm_calls):
     def mixed() -> nn.Sequential:
         torch.manual_seed(0)
         model = nn.Sequential(nn.ConvTranspose1d(3, 4, 2), nn.Linear(6, 5), nn.Linear(5, 4)).to(DEVICE)
-        apply_weight_norm(model, filter=lambda name, _: name != "1", fused=False)  # the first one along dimension 1
-        apply_weight_norm(model, p=math.inf, k=2, fused=False)
+        options = {"kind": kind, "fused": False}
+        apply_weight_norm(model, filter=lambda name, _: name != "1", **options)  # the first one along dimension 1
+        apply_weight_norm(model, p=math.inf, k=2, **options)
         return model
 
     def run(model: nn.Sequential, dtype: torch.dtype) -> list[Tensor]:
@@ -335,21 +439,21 @@ def test_layers_that_the_kernels_cannot_take_stay_as_they_are(weight_norm_calls)
 
 
 @pytest.mark.parametrize("autocast", [None, torch.float16])
-def test_compiled_in_one_graph(autocast, weight_norm_calls):
+def test_compiled_in_one_graph(autocast, kind, weight_norm_calls):
     torch._dynamo.reset()
-    model = fuse(net())
+    model = fuse(net(kind))
     compiled = torch.compile(model, fullgraph=True, backend="inductor" if DEVICE == "cuda" else "aot_eager")
     for _ in range(2):
-        same(step(compiled, autocast), step(net(), autocast), 1e-5 if autocast is None else 2e-2)
+        same(step(compiled, autocast), step(net(kind), autocast), 1e-5 if autocast is None else 2e-2)
         with torch.no_grad():
             for p in model.parameters():
                 p.mul_(1)
     assert weight_norm_calls == []  # the compiler's own
 
 
-def test_a_compiled_part_takes_the_weights_of_the_pass(weight_norm_calls):
+def test_a_compiled_part_takes_the_weights_of_the_pass(kind, weight_norm_calls):
     torch._dynamo.reset()
-    model, reference = fuse(net()), net()
+    model, reference = fuse(net(kind)), net(kind)
     model.body.compile(fullgraph=True, backend="inductor" if DEVICE == "cuda" else "aot_eager")
     for _ in range(2):
         same(step(model), step(reference), 1e-5)
@@ -359,21 +463,21 @@ def test_a_compiled_part_takes_the_weights_of_the_pass(weight_norm_calls):
     assert weight_norm_calls == ["forward", "backward"] * 2
 
 
-def test_distributed_data_parallel(weight_norm_calls, tmp_path, monkeypatch):
+def test_distributed_data_parallel(kind, weight_norm_calls, tmp_path, monkeypatch):
     """Weights come in groups, whose gradients can be exchanged one after the other."""
     monkeypatch.setattr(fused, "_BUCKET", 4 * 8 * 3 * 9 + 1)  # the first convolution and some more
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        model = nn.parallel.DistributedDataParallel(fuse(net()))
-        same(step(model), step(net()))
-        same(step(model), step(net()))
+        model = nn.parallel.DistributedDataParallel(fuse(net(kind)))
+        same(step(model), step(net(kind)))
+        same(step(model), step(net(kind)))
     finally:
         torch.distributed.destroy_process_group()
     assert weight_norm_calls == [*["forward"] * 3, *["backward"] * 3] * 2
 
 
-def test_function_transforms_take_the_plain_path(weight_norm_calls):
-    model, reference = fuse(net()), net()
+def test_function_transforms_take_the_plain_path(kind, weight_norm_calls):
+    model, reference = fuse(net(kind)), net(kind)
 
     def loss(model: nn.Module, parameters: dict[str, Tensor]) -> Tensor:
         return torch.func.functional_call(model, parameters, BATCH.to(DEVICE)).square().sum()  # type: ignore[no-any-return]
@@ -388,9 +492,9 @@ def test_function_transforms_take_the_plain_path(weight_norm_calls):
     assert weight_norm_calls == ["forward"]
 
 
-def test_dispatch_modes_take_the_plain_path(weight_norm_calls):
+def test_dispatch_modes_take_the_plain_path(kind, weight_norm_calls):
     """They must see operators, and see those of every layer."""
-    model, reference = fuse(net()), net()
+    model, reference = fuse(net(kind)), net(kind)
     with FlopCounterMode(display=False) as ours:
         step(model)
     with FlopCounterMode(display=False) as expected:
@@ -415,38 +519,40 @@ def resnet50_shapes() -> list[tuple[int, ...]]:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("p", ORDERS)
-def test_resnet50_weights_and_an_embedding(p, poisoned_empty):
+def test_resnet50_weights_and_an_embedding(p, kind, poisoned_empty):
     v = [torch.randn(shape, device=DEVICE) for shape in resnet50_shapes()]
     v = [x.to(memory_format=torch.channels_last) if x.ndim == 4 else x for x in v]
-    check_weights([*v, torch.randn(20001, 100, device=DEVICE), torch.randn(2, 2**21, device=DEVICE)], p, torch.float32)
-    check_weights(v, p, torch.bfloat16)
+    others = [torch.randn(20001, 100, device=DEVICE), torch.randn(2, 2**21, device=DEVICE)]
+    check_weights([*v, *others], p, torch.float32, kind)
+    check_weights(v, p, torch.bfloat16, kind)
 
 
-def check_repeatable(shapes: list[tuple[int, ...]]) -> None:
+def check_repeatable(shapes: list[tuple[int, ...]], kind: str) -> None:
     v = [torch.randn(shape, device=DEVICE, requires_grad=True) for shape in shapes]
-    rho = [torch.ones((), device=DEVICE)] * len(v)
-    together = ops.Together(v, 2, torch.bfloat16)
+    rho = rho_for(v, kind)
+    learned = [*v, *rho] if kind == "classic" else v
+    together = ops.Together(v, 2, torch.bfloat16, kind == "classic")
     first, second = together(v, rho), together(v, rho)
     gradients = [torch.randn_like(w) for w in first]
-    for ours in (zip(first, second), zip(*(torch.autograd.grad(w, v, gradients) for w in (first, second)))):
+    for ours in (zip(first, second), zip(*(torch.autograd.grad(w, learned, gradients) for w in (first, second)))):
         for a, b in ours:
             assert torch.equal(a, b)
 
 
-def test_bitwise_repeatable(poisoned_empty):
-    check_repeatable([(5, 3), (6, 4, 3, 3), (3, 700)])
+def test_bitwise_repeatable(kind, poisoned_empty):
+    check_repeatable([(5, 3), (6, 4, 3, 3), (3, 700)], kind)
 
 
 @pytest.mark.gpu
-def test_bitwise_repeatable_at_real_sizes():
-    check_repeatable(resnet50_shapes())
+def test_bitwise_repeatable_at_real_sizes(kind):
+    check_repeatable(resnet50_shapes(), kind)
 
 
 @pytest.mark.gpu
-def test_reduce_overhead_mode_follows_the_optimizer():
+def test_reduce_overhead_mode_follows_the_optimizer(kind):
     """A compiled graph that is replayed must read the parameters as they are now."""
     torch._dynamo.reset()
-    model, reference = fuse(net()), net()
+    model, reference = fuse(net(kind)), net(kind)
     compiled = torch.compile(model, fullgraph=True, mode="reduce-overhead")
     for _ in range(5):
         same([t.clone() for t in step(compiled)], step(reference), 1e-4)

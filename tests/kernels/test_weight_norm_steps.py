@@ -1,9 +1,10 @@
-"""Bounded weights computed together over whole training steps: what a step leaves behind, checkpoints, CUDA graphs."""
+"""Normalized weights computed together over whole training steps: what one leaves behind, checkpoints, CUDA graphs."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from typing import Literal
 
 import pytest
 import torch
@@ -16,6 +17,11 @@ from normmatters.weight_norm import apply_weight_norm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BATCH = torch.linspace(-2, 2, 2 * 3 * 36).sin().view(2, 3, 6, 6).to(DEVICE)
+
+
+@pytest.fixture(params=["bounded", "classic"])
+def kind(request) -> str:
+    return str(request.param)
 
 
 class Net(nn.Module):
@@ -35,10 +41,12 @@ class Net(nn.Module):
         return self.head(x.flatten(1))  # type: ignore[no-any-return]
 
 
-def net(reentrant: bool | None = None, *, fused: bool = True, twice: bool = False) -> Net:
+def net(
+    kind: Literal["bounded", "classic"], reentrant: bool | None = None, *, fused: bool = True, twice: bool = False
+) -> Net:
     torch.manual_seed(1)
     model = Net(reentrant, twice=twice).to(DEVICE)
-    apply_weight_norm(model, fused=fused)
+    apply_weight_norm(model, kind=kind, fused=fused)
     return model
 
 
@@ -50,7 +58,7 @@ def loss_of(call: Callable[[Tensor], Tensor], autocast: torch.dtype | None = Non
 
 def gradients(model: nn.Module) -> list[Tensor]:
     found = [p.grad for p in model.parameters() if p.grad is not None]
-    assert len(found) == 8
+    assert len(found) == len([*model.parameters()])
     return found
 
 
@@ -68,10 +76,10 @@ def collectors(model: nn.Module) -> list:
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_nothing_of_a_step_outlives_it(compiled, weight_norm_calls):
+def test_nothing_of_a_step_outlives_it(compiled, kind, weight_norm_calls):
     """Nodes that collect gradients belong to a stream: kept ones would bind every step to the first one's."""
     torch._dynamo.reset()
-    model = net()
+    model = net(kind)
     call = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
     # An eager step is among them, as there is one where what is compiled is checked.
     for one in (call, model, call, call):
@@ -86,8 +94,8 @@ def test_nothing_of_a_step_outlives_it(compiled, weight_norm_calls):
     assert weight_norm_calls == ["forward", "backward"] * (1 if compiled else 4)
 
 
-def test_nothing_of_a_pass_without_a_backward_pass_is_left(weight_norm_calls):
-    model = net()
+def test_nothing_of_a_pass_without_a_backward_pass_is_left(kind, weight_norm_calls):
+    model = net(kind)
     gc.disable()  # no cycle keeps it either
     try:
         y = model(BATCH)
@@ -104,9 +112,9 @@ def test_nothing_of_a_pass_without_a_backward_pass_is_left(weight_norm_calls):
 
 @pytest.mark.parametrize("autocast", [None, torch.float16])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing(reentrant, autocast, weight_norm_calls):
+def test_gradient_checkpointing(reentrant, autocast, kind, weight_norm_calls):
     """What runs again in the backward pass computes its weights again, and saves what it saved before."""
-    model, plain = net(reentrant), net(fused=False)
+    model, plain = net(kind, reentrant), net(kind, fused=False)
     losses = [loss_of(model, autocast), loss_of(plain, autocast)]
     for loss in losses:
         loss.backward()
@@ -116,18 +124,29 @@ def test_gradient_checkpointing(reentrant, autocast, weight_norm_calls):
     assert weight_norm_calls == ["forward"] * 3 + ["backward"] * (3 if reentrant else 1)
 
 
+@pytest.mark.parametrize("autocast", [None, torch.float16])
+def test_a_frozen_part_is_checkpointed(autocast, kind, weight_norm_calls):
+    model, plain = net(kind, False), net(kind, fused=False)
+    for one in (model, plain):
+        one.body.requires_grad_(False)
+        loss_of(one, autocast).backward()
+    found = [[p.grad for p in one.parameters() if p.requires_grad] for one in (model, plain)]
+    same(*found, 1e-5 if autocast is None else 2e-2)
+    assert weight_norm_calls == ["forward", "forward", "backward"]
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_part_used_in_a_checkpoint_and_outside(reentrant, weight_norm_calls):
-    model, plain = net(reentrant, twice=True), net(fused=False, twice=True)
+def test_a_part_used_in_a_checkpoint_and_outside(reentrant, kind, weight_norm_calls):
+    model, plain = net(kind, reentrant, twice=True), net(kind, fused=False, twice=True)
     for one in (model, plain):
         loss_of(one).backward()
     same(gradients(model), gradients(plain))
 
 
 @pytest.mark.parametrize("order", [1, -1], ids=["first", "last"])
-def test_checkpointed_passes_side_by_side(order, weight_norm_calls):
+def test_checkpointed_passes_side_by_side(order, kind, weight_norm_calls):
     """Whichever graph goes first, the other's part still runs again as it ran; nor does looking at a weight matter."""
-    model, plain = net(False), net(fused=False)
+    model, plain = net(kind, False), net(kind, fused=False)
     for one in (model, plain):
         losses = [loss_of(one), 3 * loss_of(lambda x, one=one: one(-x))]
         assert one.body[0].weight.requires_grad
@@ -137,9 +156,9 @@ def test_checkpointed_passes_side_by_side(order, weight_norm_calls):
     assert weight_norm_calls == ["forward"] * 2 + ["forward", "forward", "backward"] * 2
 
 
-def test_a_checkpointed_part_called_alone(weight_norm_calls):
+def test_a_checkpointed_part_called_alone(kind, weight_norm_calls):
     """It computed its own weights, and does so again, also after a pass of the model."""
-    model, plain = net(), net(fused=False)
+    model, plain = net(kind), net(kind, fused=False)
     x = torch.ones(2, 8, 4, 4, device=DEVICE)
     for one in (model, plain):
         loss_of(one).backward()
@@ -157,10 +176,10 @@ def test_a_checkpointed_part_called_alone(weight_norm_calls):
 @pytest.mark.gpu
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_a_step_captured_after_steps_on_the_default_stream(compiled, autocast, weight_norm_calls):
+def test_a_step_captured_after_steps_on_the_default_stream(compiled, autocast, kind, weight_norm_calls):
     """As the benchmark does it: a check of what is compiled against what is not, steps, and then the capture."""
     torch._dynamo.reset()
-    models = net(), net()
+    models = net(kind), net(kind)
     functions = [torch.compile(m, fullgraph=True, dynamic=False) if compiled else m for m in models]
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.01, momentum=0.9) for m in models]
 

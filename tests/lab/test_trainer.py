@@ -327,16 +327,26 @@ def test_missing_data_is_told_in_the_folder_too(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("amp", ["none", "fp16", "bf16"])
 @pytest.mark.parametrize(
-    "optim",
-    [{}, {"mode": "wd_free"}, {"mode": "angular"}, {"mode": "norm_schedule"}, {"name": "adamw", "lr": 1e-3}],
-    ids=["sgd", "wd_free", "angular", "norm_schedule", "adamw"],
+    ("optim", "model"),
+    [
+        ({}, {}),
+        ({"mode": "wd_free"}, {}),
+        ({"mode": "angular"}, {}),
+        ({"mode": "norm_schedule"}, {}),
+        ({"name": "adamw", "lr": 1e-3}, {}),
+        ({}, {"weight_norm": "wn"}),
+        ({}, {"weight_norm": "bwn"}),
+    ],
+    ids=["sgd", "wd_free", "angular", "norm_schedule", "adamw", "wn", "bwn"],
 )
-def test_cuda_graph_takes_the_eager_steps(tmp_path: Path, amp: str, optim: dict[str, Any]) -> None:
+def test_cuda_graph_takes_the_eager_steps(
+    tmp_path: Path, amp: str, optim: dict[str, Any], model: dict[str, Any]
+) -> None:
     losses = []
     for mode in ("none", "cudagraph"):
         config = small_run(
             optim={"weight_decay": 5e-3, **optim},
-            model={"norm": "native"},
+            model={"norm": "native", **model},
             precision={"amp": amp, "tf32": False},
             runtime={"device": "cuda", "compile": mode},
         )

@@ -248,11 +248,12 @@ def test_half_weights_get_an_fp32_rho():
     assert classic_weight_norm(nn.Linear(4, 3).half()).weight.dtype == torch.float16
 
 
+@pytest.mark.parametrize("kind", ["bounded", "classic"])
 @pytest.mark.parametrize("p", [1, 2])
-def test_compiles_whole(p):
+def test_compiles_whole(p, kind):
     torch.manual_seed(0)
     model = Net()
-    apply_weight_norm(model, p=p)
+    apply_weight_norm(model, p=p, kind=kind)
     eager = copy.deepcopy(model)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     out = compiled(X)
@@ -269,22 +270,24 @@ def test_buffers_are_all_that_ddp_must_broadcast():
     assert all(parameter.is_leaf and parameter.requires_grad for parameter in make().parameters())
 
 
-def test_functional_call_and_vmap_over_an_ensemble():
-    models = [make(seed=seed) for seed in range(3)]
+@pytest.mark.parametrize("kind", ["bounded", "classic"])
+def test_functional_call_and_vmap_over_an_ensemble(kind):
+    models = [make(kind, seed=seed) for seed in range(3)]
     parameters, buffers = torch.func.stack_module_state(models)
     out = torch.vmap(lambda p, b: torch.func.functional_call(models[0], (p, b), (X,)))(parameters, buffers)
     torch.testing.assert_close(out, torch.stack([model(X) for model in models]))
 
 
+@pytest.mark.parametrize("kind", ["bounded", "classic"])
 @pytest.mark.parametrize("layer", [nn.Linear(4, 5), nn.LSTM(4, 5)], ids=["linear", "lstm"])
-def test_replicas_of_data_parallel(layer, monkeypatch):
+def test_replicas_of_data_parallel(layer, kind, monkeypatch):
     """They have no parameters but computed tensors; copies on the CPU stand for the broadcast to other GPUs."""
     module = sys.modules["torch.nn.parallel.replicate"]
     monkeypatch.setattr(module, "_get_device_index", lambda device, *_: device)
     copies = lambda tensors, *_, **__: [[t.clone() for t in tensors]]  # noqa: E731
     monkeypatch.setattr(module, "_broadcast_coalesced_reshape", copies)
     model = nn.Sequential(copy.deepcopy(layer))
-    apply_weight_norm(model)
+    apply_weight_norm(model, kind=kind)
     (replica,) = module.replicate(model, [0])
     x = torch.randn(3, 2, 4)
     outputs = [out[0] if isinstance(out, tuple) else out for out in (model(x), replica(x))]

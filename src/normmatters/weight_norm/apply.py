@@ -69,7 +69,7 @@ def apply_weight_norm(
         p, k, rho: as in :func:`bounded_weight_norm`; ``rho="init"`` is taken from each weight.
         kind: ``"bounded"`` (F12, F13) or ``"classic"`` with a learned length (F11; it has no ``rho``).
         embeddings: normalize the rows of ``nn.Embedding`` too.
-        fused: on a GPU compute all bounded weights together, in a few kernels a forward pass of ``model``: see
+        fused: on a GPU compute all weights together, in a few kernels a forward pass of ``model``: see
             :func:`normmatters.weight_norm.fuse`, which also says which layers go on computing their own.
 
     The channels are the output channels: dimension 0, and 1 for transposed convolutions. A layer is left alone, and the
@@ -123,7 +123,7 @@ def apply_weight_norm(
             report.skipped[str(candidate)] = str(error)
         else:
             report.applied.append(str(candidate))
-    if fused and kind == "bounded" and report.applied:
+    if fused and report.applied:
         fuse(model)
     return report
 

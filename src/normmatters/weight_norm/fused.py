@@ -1,4 +1,4 @@
-"""All bounded weights of a model in a few launches, once a forward pass."""
+"""All normalized weights of a model in a few launches, once a forward pass."""
 
 from __future__ import annotations
 
@@ -12,28 +12,30 @@ from torch.nn.utils import parametrize
 from normmatters.functional.hand_derived import plain_only
 from normmatters.kernels.backends import TRITON_MISSING
 from normmatters.kernels.library import needs_operators
-from normmatters.weight_norm.parametrizations import BoundedWeight
-from normmatters.weight_norm.parametrized import WEIGHT_LAYERS, own_parametrization
+from normmatters.weight_norm.parametrizations import BoundedWeight, ClassicWeight
+from normmatters.weight_norm.parametrized import WEIGHT_LAYERS, own_parametrization, v_and_rho
 
 __all__ = ["fuse", "unfuse"]
 
 M = TypeVar("M", bound=nn.Module)
 
-_DEVICE, _DTYPE, _SHAPE = attrgetter("device"), attrgetter("dtype"), attrgetter("shape")
+# What groups depend on in a v or ρ.
+_READ: tuple[Any, ...] = (*map(attrgetter, ("device", "dtype", "shape", "requires_grad")), Tensor.stride)
 
 # Bytes of a group in distributed training: what DistributedDataParallel exchanges at a time.
 _BUCKET = 25 * 2**20
 
 
 def fuse(model: M) -> M:
-    """Compute all bounded weights of ``model`` together at the start of each of its forward passes, in place.
+    """Compute all weights of ``model`` that have weight norm together at the start of its forward passes, in place.
 
     On a GPU this takes a few kernels instead of several for each layer, and under autocast the weights of linear and
     convolutional layers come out in the precision they are used in. Values and gradients are those of
-    :func:`bounded_weight_norm`; a layer called outside the model's forward pass computes its weight itself, as before.
+    :func:`bounded_weight_norm` and :func:`classic_weight_norm`; a layer called outside the model's forward pass
+    computes its weight itself, as before.
     So does every layer inside ``torch.compile``, which makes kernels of its own, or under a dispatch mode, which is to
     see operators; and every one that the kernels cannot take: on a CPU, in float64, Top(k), other p than 1, 2 and ∞,
-    slices along another dimension than 0, sharded weights.
+    slices along another dimension than 0, sharded weights, a g of another dtype than its v.
     Nothing is added to the state dict; copies of the model are fused too, and :func:`remove_weight_norm` works as ever.
 
     The gradients of weights computed together come out together. In distributed training the weights are therefore cut
@@ -46,7 +48,7 @@ def fuse(model: M) -> M:
         model: any module whose ``forward`` uses the layers; wrap it (DDP, ``torch.compile``) after or before.
 
     Raises:
-        ValueError: no layer of ``model`` has bounded weight norm.
+        ValueError: no layer of ``model`` has bounded or classic weight norm.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -58,14 +60,15 @@ def fuse(model: M) -> M:
         raise TypeError(f"expected a module, got {type(model).__name__}")
     layers = [
         # Autocast runs these in low precision: their weights are made in it, so that nothing is left to cast.
-        _Layer(owner.parametrizations, name, stack, norm, stack.original.shape, isinstance(owner, WEIGHT_LAYERS))
+        _Layer(owner.parametrizations, name, stack, norm, v.shape, isinstance(owner, WEIGHT_LAYERS))
         for owner in model.modules()
         if parametrize.is_parametrized(owner)
         for name, stack in owner.parametrizations.items()  # type: ignore[union-attr, operator]
-        if isinstance(norm := own_parametrization(owner, name), BoundedWeight)
+        if (norm := own_parametrization(owner, name)) is not None
+        for v in (stack.original if isinstance(norm, BoundedWeight) else stack.original1,)
     ]
     if not layers:
-        raise ValueError(f"found no bounded weight norm to fuse in {type(model).__name__}")
+        raise ValueError(f"found no bounded weight norm to fuse in {type(model).__name__}, and no classic one")
     for module in model.modules():
         unfuse(module)
     fusion = _Fusion(layers)
@@ -96,18 +99,16 @@ def unfuse(model: M) -> M:
 class _Layer(NamedTuple):
     home: Any  # the ModuleDict of the layer's parametrizations
     name: str  # of the weight
-    stack: Any  # home[name], the ParametrizationList, which has v as ``original``
-    norm: BoundedWeight
+    stack: Any  # home[name], the ParametrizationList, which has v, and g if there is one
+    norm: BoundedWeight | ClassicWeight
     shape: torch.Size
     low_precision: bool
 
-    def v(self) -> Tensor | None:
-        """The parameter; None if the weight norm has been removed, or something put away the parameter."""
-        # Straight from the dictionaries: a module's attributes take longer than all the rest.
+    def tensors(self) -> tuple[Tensor | None, Tensor | None]:
+        """v and ρ, or g; None if the weight norm has been removed, or something put away the parameter."""
         if self.home._modules.get(self.name) is not self.stack:
-            return None
-        v: Tensor | None = self.stack._parameters.get("original")
-        return v
+            return None, None
+        return v_and_rho(self.norm, self.stack)
 
 
 class _Group(NamedTuple):
@@ -117,6 +118,8 @@ class _Group(NamedTuple):
     v: torch.dtype
     dtype: torch.dtype
     p: float
+    learned: bool  # one ρ for each row: classic weight norm
+    trained: bool  # if one weight of a call requires gradients, all do: a frozen layer would compute some for nothing
     bucket: int
 
 
@@ -142,51 +145,52 @@ class _Fusion:
             return
         from normmatters.kernels.weight_norm_ops import Together
 
-        v: list[Any] = [layer.v() for layer in self.layers]
-        rho: list[Any] = [layer.norm._buffers["rho"] for layer in self.layers]
+        tensors: list[Any] = [x for layer in self.layers for x in layer.tensors()]
+        v, rho = tensors[::2], tensors[1::2]
         buckets = torch.distributed.is_available() and torch.distributed.is_initialized()
         # All that the groups depend on. As a rule it is what it was at the last pass, and so are the launches. Read by
         # `map`, as this is the host's time in every pass.
-        kinds = [*map(type, v)]
-        there = v if type(None) not in kinds else [x for x in v if x is not None]
+        kinds = [*map(type, tensors)]
+        there = tensors if type(None) not in kinds else [x for x in tensors if x is not None]
         signature = (
             buckets,
             [torch.is_autocast_enabled(d) and torch.get_autocast_dtype(d) for d in ("cuda", "cpu")],
             kinds,
-            [[*map(read, there)] for read in (_DEVICE, _DTYPE, _SHAPE, Tensor.stride)],
-            [[*map(read, rho)] for read in (_DEVICE, _DTYPE)],
+            [[*map(read, there)] for read in _READ],
         )
         if signature != self._signature:
             self._calls = [
-                (members, Together([v[i] for i in members], group.p, group.dtype))
+                (members, Together([v[i] for i in members], group.p, group.dtype, group.learned))
                 for group, members in self._groups(v, rho, buckets).items()
             ]
             self._signature = signature
         for members, together in self._calls:
             for i, weight in zip(members, together([v[i] for i in members], [rho[i] for i in members])):
-                self.layers[i].norm.ready.put(weight)
+                self.layers[i].norm.ready.put(weight, v[i], rho[i])
 
     def after(self, model: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
             return
         for layer in self.layers:
-            layer.norm.ready.clear(layer.v())
+            layer.norm.ready.clear()
 
     def _groups(self, v: list[Any], rho: list[Any], buckets: bool) -> dict[_Group, list[int]]:
         """Which layers' weights the kernels compute together."""
-        from normmatters.kernels.weight_norm_ops import supported
+        from normmatters.kernels.weight_norm_ops import is_learned, supported
 
         groups: dict[_Group, list[int]] = {}
         passed = 0
-        for i, (x, layer) in enumerate(zip(v, self.layers)):
+        for i, (x, r, layer) in enumerate(zip(v, rho, self.layers)):
             norm = layer.norm
             # Another shape than at first: the weight is sharded, and whole only when its layer runs.
-            if type(x) not in (nn.Parameter, Tensor) or x.shape != layer.shape:
+            if not {type(x), type(r)} <= {nn.Parameter, Tensor} or x.shape != layer.shape:
                 continue
-            if supported(x, rho[i], dim=norm.dim, p=norm.p, k=norm.k) is None:
+            if supported(x, r, dim=norm.dim, p=norm.p, k=norm.k) is None:
                 bucket = passed // _BUCKET if buckets else 0
                 passed += x.numel() * x.element_size()
-                group = _Group(x.device, x.dtype, _dtype_for(x, layer.low_precision), float(norm.p), bucket)
+                dtype = _dtype_for(x, layer.low_precision)
+                trained = x.requires_grad or r.requires_grad
+                group = _Group(x.device, x.dtype, dtype, float(norm.p), is_learned(r), trained, bucket)
                 groups.setdefault(group, []).append(i)
         return groups
 

@@ -87,10 +87,7 @@ class BoundedWeight(nn.Module):
         self.register_buffer("rho", value)
 
     def forward(self, v: Tensor) -> Tensor:
-        ready = self.ready.weight_for(v)
-        if ready is None and not torch.compiler.is_compiling():
-            ready = self.ready.again(v, self.rho, self.p)
-        return bounded_weight(v, self.rho, dim=self.dim, p=self.p, k=self.k) if ready is None else ready
+        return _weight(self, v, self.rho)
 
     def right_inverse(self, weight: Tensor) -> Tensor:
         """``module.weight = w`` sets v: the directions of w are taken over, its norms are not."""
@@ -140,9 +137,10 @@ class ClassicWeight(nn.Module):
         check_norm(p, k)
         super().__init__()
         self.dim, self.p, self.k = dim, p, k
+        self.ready = ReadyWeight()
 
     def forward(self, g: Tensor, v: Tensor) -> Tensor:
-        return bounded_weight(v, g, dim=self.dim, p=self.p, k=self.k)
+        return _weight(self, v, g)
 
     def right_inverse(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         return slice_norm(weight, dim=self.dim, p=self.p, k=self.k).to(weight.dtype), weight
@@ -153,3 +151,11 @@ class ClassicWeight(nn.Module):
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}, p={self.p}" + (f", k={self.k}" if self.k is not None else "")
+
+
+def _weight(norm: BoundedWeight | ClassicWeight, v: Tensor, rho: Tensor) -> Tensor:
+    """ρ·v/‖v‖: the one that is ready, or else computed."""
+    ready = norm.ready.weight_for(v, rho)
+    if ready is None and not torch.compiler.is_compiling():
+        ready = norm.ready.again(v, rho, norm.p)
+    return bounded_weight(v, rho, dim=norm.dim, p=norm.p, k=norm.k) if ready is None else ready

@@ -16,9 +16,11 @@ from torch.nn.utils import parametrize
 
 from normmatters.weight_norm.parametrizations import BoundedWeight, ClassicWeight
 
-__all__ = ["WEIGHT_LAYERS", "complete_class", "own_parametrization"]
+__all__ = ["WEIGHT_LAYERS", "complete_class", "own_parametrization", "v_and_rho"]
 
 _ONCE = "_weights_of_this_pass"  # in the dictionary of a recurrent module
+
+_NORMS = (BoundedWeight, ClassicWeight)
 
 #: Layers whose output is linear in their weight, and a channel of it in one slice.
 WEIGHT_LAYERS = (
@@ -37,7 +39,18 @@ def own_parametrization(module: nn.Module, name: str) -> BoundedWeight | Classic
     if not parametrize.is_parametrized(module, name):
         return None
     stack = list(_parametrizations(module)[name].children())
-    return stack[0] if len(stack) == 1 and isinstance(stack[0], BoundedWeight | ClassicWeight) else None
+    return stack[0] if len(stack) == 1 and isinstance(stack[0], _NORMS) else None
+
+
+def v_and_rho(norm: BoundedWeight | ClassicWeight, stack: nn.Module) -> tuple[Tensor | None, Tensor | None]:
+    """What ``norm``, alone in a ``ParametrizationList``, computes its weight from; ρ may be classic weight norm's g.
+
+    None for a parameter that is put away: DataParallel, flat FSDP and pruning have it elsewhere.
+    """
+    # Straight from the dictionaries: attributes of modules take longer than all the rest.
+    if isinstance(norm, BoundedWeight):
+        return stack._parameters.get("original"), norm._buffers["rho"]
+    return stack._parameters.get("original1"), stack._parameters.get("original0")
 
 
 def complete_class(module: nn.Module) -> None:
@@ -72,14 +85,14 @@ def _ready_first(name: str, computed: property) -> property:
         return computed  # from a call for another weight of the same module
 
     def weight(self: nn.Module) -> Tensor:
-        home = self._modules["parametrizations"]  # straight from the dictionaries: attributes of modules take long
+        home = self._modules["parametrizations"]  # as in `v_and_rho`
         assert home is not None
         stack = home._modules[name]
         assert stack is not None
         norm = stack._modules["0"]
-        if isinstance(norm, BoundedWeight) and len(stack._modules) == 1:
-            v = stack._parameters.get("original")  # DataParallel and flat FSDP have it elsewhere
-            ready = None if v is None else norm.ready.weight_for(v)
+        if isinstance(norm, _NORMS) and len(stack._modules) == 1:
+            v, rho = v_and_rho(norm, stack)
+            ready = None if v is None or rho is None else norm.ready.weight_for(v, rho)
             if ready is not None:
                 return ready
         return compute(self)  # type: ignore[no-any-return]

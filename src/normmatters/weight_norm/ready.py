@@ -17,31 +17,34 @@ class ReadyWeight:
     belong to the stream of the pass. A step on another stream that met them could not be captured.
 
     A checkpointed part of the model runs again in the backward pass, and must then save for it what it saved before,
-    which is nothing of how the weight was computed. For that, the dtype is remembered and the version of v.
+    which is nothing of how the weight was computed. For that, the dtype is remembered and the versions of v and ρ.
+
+    ρ is bounded weight norm's, or classic weight norm's g.
     """
 
     def __init__(self) -> None:
         self._weight: Tensor | None = None
         self._dtype: torch.dtype | None = None
-        self._version = 0
+        self._versions: tuple[int, int] | None = None
         self._alone: Any = None
 
-    def put(self, weight: Tensor) -> None:
-        """Make ``weight`` ready for the forward pass that begins."""
+    def put(self, weight: Tensor, v: Tensor, rho: Tensor) -> None:
+        """Make ``weight``, computed from ``v`` and ``rho``, ready for the forward pass that begins."""
         self._weight = weight
+        self._dtype = weight.dtype if weight.requires_grad else None
+        self._versions = (v._version, rho._version) if weight.requires_grad else None
 
-    def clear(self, v: Tensor | None) -> None:
-        """The forward pass has ended; v is None where the weight norm is no more."""
-        weight, self._weight = self._weight, None
-        if weight is not None and v is not None:
-            self._dtype = weight.dtype if weight.requires_grad else None
-            self._version = v._version if weight.requires_grad else 0
+    def clear(self) -> None:
+        """The forward pass has ended."""
+        self._weight = None
 
-    def weight_for(self, v: Tensor) -> Tensor | None:
-        """The weight, if there is one that can stand for the one computed from ``v`` here and now."""
+    def weight_for(self, v: Tensor, rho: Tensor) -> Tensor | None:
+        """The weight, if there is one that can stand for the one computed from ``v`` and ``rho`` here and now."""
         weight = self._weight
+        if weight is None:
+            return None
         # Gradients may be recorded in a part of a forward pass that records none.
-        if weight is None or (v.requires_grad and not weight.requires_grad and torch.is_grad_enabled()):
+        if not weight.requires_grad and (v.requires_grad or rho.requires_grad) and torch.is_grad_enabled():
             return None
         return weight if _taken_as(weight.dtype, v) else None
 
@@ -50,15 +53,15 @@ class ReadyWeight:
         dtype = self._dtype
         if dtype is None or torch._C._current_graph_task_id() == -1:
             return None
-        if self._version != v._version or not _taken_as(dtype, v):
+        if self._versions != (v._version, rho._version) or not _taken_as(dtype, v):
             return None
-        from normmatters.kernels.weight_norm_ops import Together, supported
+        from normmatters.kernels.weight_norm_ops import Together, is_learned, supported
 
         if supported(v, rho, dim=0, p=p, k=None) is not None:
             return None
         key = (v.device, v.dtype, v.shape, v.stride(), dtype)
         if self._alone is None or self._alone[0] != key:
-            self._alone = key, Together([v], p, dtype)
+            self._alone = key, Together([v], p, dtype, is_learned(rho))
         # Saved past the hooks of the checkpoint, which count what is saved.
         with torch.autograd.graph.saved_tensors_hooks(_same, _same):
             weight: Tensor = self._alone[1]([v], [rho])[0]
