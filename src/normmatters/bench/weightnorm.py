@@ -1,4 +1,4 @@
-"""Bounded weight norm on all convolutions of ResNet-50: what it adds to plain weights, beside torch's weight norm.
+"""Weight norm, bounded and classic, on all convolutions of ResNet-50: what it adds to plain weights, beside torch's.
 
 ``weights`` computes every weight in fp16, as autocast would, in a forward pass of nothing else, and the gradients back
 from them. ``step`` is the training step of ``resnet50`` with mean-only batch norm (F15) and fp16 autocast.
@@ -30,17 +30,19 @@ def _torch_weight_norm(model: nn.Module) -> None:
         nn.utils.parametrizations.weight_norm(layer)
 
 
-def _bounded(p: float) -> Callable[[nn.Module], Any]:
-    return lambda model: apply_weight_norm(model, filter=lambda _, module: isinstance(module, nn.Conv2d), p=p)
+def _ours(**options: Any) -> Callable[[nn.Module], Any]:
+    return lambda model: apply_weight_norm(model, filter=lambda _, module: isinstance(module, nn.Conv2d), **options)
 
 
 # "none" comes first: the others' cost is counted from it.
 VARIANTS: dict[str, Callable[[nn.Module], Any]] = {
     "none": lambda model: None,
     "torch": _torch_weight_norm,
-    "bounded": _bounded(2),
-    "bounded_l1": _bounded(1),
+    "classic": _ours(kind="classic"),
+    "bounded": _ours(),
+    "bounded_l1": _ours(p=1),
 }
+_OURS = ("classic", "bounded", "bounded_l1")
 AXES = {"part": ["weights", "step"], "mode": ["eager", "compiled"], "variant": list(VARIANTS)}
 # What takes half a minute to compile comes last, and its steps, which tell what it costs in training, before the rest.
 _ORDER = (("weights", "eager"), ("step", "eager"), ("step", "compiled"), ("weights", "compiled"))
@@ -58,7 +60,7 @@ def rows(setup: Setup) -> Iterator[Row]:
             setup.warm_up()
             warmed = True
         measure = _measure_weights if part == "weights" else _measure_step
-        row: Row = {**axes, "ours": variant.startswith("bounded")}
+        row: Row = {**axes, "ours": variant in _OURS}
         row = attempt(row, partial(measure, setup, variant, mode == "compiled"))
         if row["status"] == "ok" and setup.share is None:
             if variant == "none":
@@ -71,7 +73,7 @@ def rows(setup: Setup) -> Iterator[Row]:
 def _usual(setup: Setup, axes: dict[str, str]) -> bool:
     if axes["mode"] == "eager":
         return setup.share is None or not setup.only.default()  # the processes that compile have nothing to do for it
-    return not setup.smoke and (axes["variant"] != "bounded_l1" or not setup.only.default())
+    return not setup.smoke and (axes["variant"] not in ("classic", "bounded_l1") or not setup.only.default())
 
 
 def _layers(model: nn.Module) -> list[nn.Conv2d]:
@@ -88,7 +90,7 @@ def _model(setup: Setup, variant: str, compile: bool) -> nn.Module:
 
 
 def _parameters(model: nn.Module) -> list[list[Tensor]]:
-    """The parameters behind each convolution's weight: [weight], [v], or torch's [g, v]."""
+    """The parameters behind each convolution's weight: [weight], [v], or [g, v]."""
     found = []
     for layer in _layers(model):
         parametrizations = getattr(layer, "parametrizations", None)
@@ -97,11 +99,11 @@ def _parameters(model: nn.Module) -> list[list[Tensor]]:
 
 
 def _reference(layer: nn.Conv2d, parameters: list[Tensor], variant: str, g: Tensor) -> list[Tensor]:
-    """The weight and the gradients of its parameters, in float64 (F11 for torch's, F12 and F13 for ours)."""
+    """The weight and the gradients of its parameters, in float64 (F11, or F12 and F13 for the bounded)."""
     exact = [p.detach().double().requires_grad_() for p in parameters]
     if variant == "none":
         weight = exact[0] * 1
-    elif variant == "torch":
+    elif variant in ("torch", "classic"):
         weight = exact[0] * exact[1] / slice_norm(exact[1])
     else:
         p = 1 if variant == "bounded_l1" else 2
@@ -158,6 +160,6 @@ def _measure_step(setup: Setup, variant: str, compile: bool) -> Row:
     if setup.share is not None:
         step.probe(step.model, model)
         return {}
-    if compile and variant.startswith("bounded"):
+    if compile and variant in _OURS:
         check_same(step, model, model)
     return {"error": None, **step.measure()}
