@@ -167,6 +167,12 @@ class MyConv(nn.Conv2d):
         return super().forward(input).relu()
 
 
+def hooked_sequential() -> nn.Module:
+    model = nn.Sequential(nn.Conv2d(3, 3, 1), nm.L1BatchNorm2d(3))
+    model.register_forward_hook(lambda *_: None)
+    return model
+
+
 def shared_norm() -> nn.Module:
     norm = nm.L1BatchNorm2d(3)
     return nn.Sequential(nn.Conv2d(3, 3, 1), norm, nn.Conv2d(3, 3, 1), norm)
@@ -180,6 +186,7 @@ def shared_norm() -> nn.Module:
         (Untraceable, "Untraceable cannot be traced"),
         (OneByOne, "no layer in front of it"),
         (with_hook, "hooks see"),
+        (hooked_sequential, "the Sequential that it is in has hooks"),
         (lambda: nn.Sequential(MyConv(3, 3, 1), nm.L1BatchNorm2d(3)), "MyConv is a subclass"),
         (lambda: nn.Sequential(nm.L1BatchNorm2d(3), nn.Conv2d(3, 3, 1)), "no layer in front of it"),
         (lambda: nn.Sequential(spectral_norm(nn.Conv2d(3, 3, 1)), nm.L1BatchNorm2d(3)), "is parametrized"),

@@ -16,7 +16,16 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from normmatters.convert.back import PLAIN_BATCH_NORMS, BatchNormAct2d, SyncBatchNormAct, ThenReLU, to_torch
-from normmatters.convert.parts import blocks_of, called_without, is_plain, is_sequential, not_its_own, slots_of
+from normmatters.convert.parts import (
+    WATCHED,
+    blocks_of,
+    called_without,
+    in_watched_sequentials,
+    is_plain,
+    is_sequential,
+    not_its_own,
+    slots_of,
+)
 from normmatters.convert.report import Change, ConversionReport
 from normmatters.convert.swap import check_model, replace_modules
 from normmatters.convert.trace import trace_block
@@ -152,7 +161,7 @@ def _find(model: nn.Module) -> tuple[dict[nn.Module, tuple[nn.Module, bool]], di
                 else:
                     reasons[norm] = against
         alone |= not_its_own(block, trace.called)
-    return pairs, reasons
+    return pairs, dict.fromkeys(in_watched_sequentials(model), WATCHED) | reasons
 
 
 def _reason_against(layer: Any, norm: Any, residual: bool) -> str | None:
