@@ -99,7 +99,7 @@ class StepSizeCorrection(OptimizerWrapper):
                     raise ValueError(
                         f"lr · weight_decay of {name!r} was {d.max().item()} in the recording: it must be below 1"
                     )
-            sizes = torch.tensor(channels.sizes)
+            sizes = torch.tensor(channels.sizes, device="cpu")
             table = table[:-1]
             growth = 1 / (1 - torch.stack(decay, 1).repeat_interleave(sizes, dim=1))
         self._form, self._signature = form, recording.signature
