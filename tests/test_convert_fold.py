@@ -236,6 +236,8 @@ def test_in_place_and_wrong_input() -> None:
     before = model[0].weight
     with pytest.raises(ValueError, match="1 is training: eval"):
         nm.fold(model)
+    with pytest.raises(TypeError, match="report must be a ConversionReport to fill"):
+        nm.fold(model.eval(), report=True)  # type: ignore[arg-type]
     assert model[0].weight is before
     assert isinstance(model[1], nm.L1BatchNorm2d)
     assert nm.fold(model.eval()) is model

@@ -26,7 +26,7 @@ from normmatters.convert.parts import (
     not_its_own,
     slots_of,
 )
-from normmatters.convert.report import Change, ConversionReport
+from normmatters.convert.report import Change, ConversionReport, report_to_fill
 from normmatters.convert.swap import check_model, replace_modules
 from normmatters.convert.trace import trace_block
 from normmatters.convert.value import Untraceable
@@ -88,6 +88,7 @@ def fold(model: nn.Module, *, inplace: bool = True, report: ConversionReport | N
         ['Conv2d', 'Identity', 'ReLU']
     """
     check_model(model)
+    report = report_to_fill(report)
     for name, module in model.named_modules():
         if isinstance(module, (_BatchNorm, _LpBatchNorm)) and module.training:
             raise ValueError(f"fold needs a model in evaluation mode, but {name or 'the model'} is training: eval()")
@@ -95,7 +96,6 @@ def fold(model: nn.Module, *, inplace: bool = True, report: ConversionReport | N
         model = copy.deepcopy(model)
     before = {name: type(module).__name__ for name, module in model.named_modules()}
     model = to_torch(model)
-    report = ConversionReport() if report is None else report
 
     pairs, reasons = _find(model)
     names = {module: name for name, module in model.named_modules()}
