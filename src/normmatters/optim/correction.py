@@ -82,6 +82,10 @@ class StepSizeCorrection(OptimizerWrapper):
         form: Form = "paper",
     ) -> None:
         super().__init__(optimizer)
+        if not isinstance(recording, Recording):
+            raise TypeError(
+                f"recording must be a Recording (of a file: Recording.load(path)), got {type(recording).__name__}"
+            )
         channels = recording.match(optimizer, parameters)
         channels.check_norms_are_free(optimizer)
         rows = recording.rows_by_step(form)[:-1]
