@@ -116,7 +116,8 @@ def test_a_checkpoint_alone(doctor: Doctor, tmp_path: Path, name: str) -> None:
     if name.endswith("safetensors"):
         save_file(state, tmp_path / name)
     else:
-        torch.save({"epoch": 3, "model": state} if "nested" in name else state, tmp_path / name)
+        whole = {"epoch": 3, "best": torch.tensor(76.1), "model": state}
+        torch.save(whole if "nested" in name else state, tmp_path / name)
     code, out, err = doctor(name, "--lr", "0.4", "--json")
     assert code == 0, err
     found = json.loads(out)

@@ -394,6 +394,7 @@ def test_inplace_false_leaves_the_model() -> None:
         ({"norm": "l1", "constant": -1.0}, ValueError, "-1"),
         ({"norm": "l1", "memory": "less"}, ValueError, "'less'"),
         ({"norm": "l1", "layer_norm": "l3"}, ValueError, "layer_norm must be"),
+        ({"norm": "l1", "report": True}, TypeError, "report must be a ConversionReport to fill, or None, got bool"),
     ],
 )
 def test_wrong_arguments_change_nothing(arguments: dict[str, object], error: type[Exception], message: str) -> None:

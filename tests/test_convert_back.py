@@ -239,6 +239,9 @@ def test_root_norm_copy_and_wrong_input() -> None:
     assert_same_step(model.eval(), other.eval())
     with pytest.raises(TypeError, match="got list"):
         to_torch([model])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="report must be a ConversionReport to fill"):
+        to_torch(model, report=True)  # type: ignore[arg-type]
+    assert type(model).__name__ == "FusedResNet"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         plain_model = make("timm")

@@ -167,6 +167,12 @@ class MyConv(nn.Conv2d):
         return super().forward(input).relu()
 
 
+def hooked_sequential() -> nn.Module:
+    model = nn.Sequential(nn.Conv2d(3, 3, 1), nm.L1BatchNorm2d(3))
+    model.register_forward_hook(lambda *_: None)
+    return model
+
+
 def shared_norm() -> nn.Module:
     norm = nm.L1BatchNorm2d(3)
     return nn.Sequential(nn.Conv2d(3, 3, 1), norm, nn.Conv2d(3, 3, 1), norm)
@@ -180,6 +186,7 @@ def shared_norm() -> nn.Module:
         (Untraceable, "Untraceable cannot be traced"),
         (OneByOne, "no layer in front of it"),
         (with_hook, "hooks see"),
+        (hooked_sequential, "the Sequential that it is in has hooks"),
         (lambda: nn.Sequential(MyConv(3, 3, 1), nm.L1BatchNorm2d(3)), "MyConv is a subclass"),
         (lambda: nn.Sequential(nm.L1BatchNorm2d(3), nn.Conv2d(3, 3, 1)), "no layer in front of it"),
         (lambda: nn.Sequential(spectral_norm(nn.Conv2d(3, 3, 1)), nm.L1BatchNorm2d(3)), "is parametrized"),
@@ -229,6 +236,8 @@ def test_in_place_and_wrong_input() -> None:
     before = model[0].weight
     with pytest.raises(ValueError, match="1 is training: eval"):
         nm.fold(model)
+    with pytest.raises(TypeError, match="report must be a ConversionReport to fill"):
+        nm.fold(model.eval(), report=True)  # type: ignore[arg-type]
     assert model[0].weight is before
     assert isinstance(model[1], nm.L1BatchNorm2d)
     assert nm.fold(model.eval()) is model

@@ -182,7 +182,7 @@ def test_residual_of_a_wider_dtype_promotes_as_the_add_did() -> None:
         (Counts, "Counts cannot be traced: its forward sets count on the module"),
         (CountsInBuffer, "CountsInBuffer cannot be traced: its forward sets steps on the module"),
         (Keeps, "Keeps cannot be traced: its forward sets seen on the module"),
-        (Constant, "Constant cannot be traced: its forward sets _tensor_constant0 on the module"),
+        (Constant, "Constant cannot be traced: its forward makes a tensor that does not come from its input"),
         (OwnCopy, "OwnCopy defines its own copying, so its forward stays"),
     ],
 )

@@ -134,6 +134,12 @@ def with_another_forward(kind: type[nn.Module], *arguments: int) -> nn.Module:
     return nn.Sequential(*conv_norm(), *between, changed, nn.ReLU())
 
 
+def hooked_sequential() -> nn.Module:
+    row = nn.Sequential(*conv_norm(), nn.ReLU())
+    row.register_forward_hook(lambda module, arguments, output: None)
+    return row
+
+
 class PlainList(nn.Module):
     """Calls its norm and its pool out of lists that PyTorch knows nothing of."""
 
@@ -163,6 +169,7 @@ class PlainList(nn.Module):
         (lambda: with_another_forward(nn.ReLU), "", "no ReLU behind it was found"),
         (lambda: with_another_forward(nn.Identity), "", "no ReLU behind it was found"),
         (lambda: with_another_forward(nn.MaxPool2d, 3, 2, 1), "relu", ""),
+        (hooked_sequential, "", "the Sequential that it is in has hooks, or another forward"),
     ],
 )
 def test_fusion_leaves_parts_with_other_uses(make: Callable[[], nn.Module], fused: str, note: str) -> None:

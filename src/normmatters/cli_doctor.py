@@ -195,7 +195,8 @@ def load_state_dict(path: Path) -> Mapping[str, Tensor]:
     import torch
 
     state = _load(path)
-    candidates = [state, *(state[home] for home in _HOMES if home in state)] if isinstance(state, Mapping) else []
+    # The usual names first: what lies beside them may be a tensor too, such as the best accuracy so far.
+    candidates = [*(state[home] for home in _HOMES if home in state), state] if isinstance(state, Mapping) else []
     for candidate in candidates:
         if isinstance(candidate, Mapping) and any(isinstance(value, torch.Tensor) for value in candidate.values()):
             return candidate

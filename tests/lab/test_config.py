@@ -59,6 +59,9 @@ def test_extends_takes_what_is_not_said(tmp_path: Path) -> None:
     (tmp_path / "base.toml").write_text('extends = "run.toml"\n')
     with pytest.raises(ValueError, match="extends itself"):
         load(tmp_path / "run.toml")
+    (tmp_path / "base.toml").unlink()
+    with pytest.raises(ValueError, match=r"base.toml: no such config file, which .*run.toml extends"):
+        load(tmp_path / "run.toml")
 
 
 @pytest.mark.parametrize(

@@ -153,6 +153,9 @@ def test_mistakes_are_told(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=message):
             redraw(tmp_path, [readme])
         assert readme.read_text() == text
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG")
+    with pytest.raises(ValueError, match=r"picture.png: expected a page of text"):
+        redraw(tmp_path, [tmp_path / "picture.png"])
     assert not (tmp_path / "quick" / "report").exists()
     lines = file.read_text().splitlines()
     file.write_text("\n".join([*lines, "null"]))

@@ -293,6 +293,7 @@ def test_errors_name_the_parameter_and_change_nothing(strong: tuple[Recording, l
         with pytest.raises((ValueError, TypeError), match=message):
             StepSizeCorrection(opt, rec, parameters, **kw)
 
+    fails(r"must be a Recording \(of a file: Recording.load\(path\)\), got str", rec="run.safetensors")  # type: ignore[arg-type]
     fails("does not know the names", parameters=None)
     fails("has no '11.weight'", parameters={"11.weight": model[11].weight})
     fails("'0.weight' .* never tested", rec=dataclasses.replace(recording, tested=False), parameters=model)

@@ -200,6 +200,9 @@ def test_errors_name_the_parameter():
         predict_equilibrium({"0.weight": net[0].weight}, 0.1, 5e-4)
     with pytest.raises(ValueError, match=r"gradient of '0.weight' must have its shape \(6, 1, 3, 3\), got \(2,\)"):
         predict_equilibrium({"0.weight": net[0].weight}, 0.1, 5e-4, gradients=[{"0.weight": torch.ones(2)}])
+    for given, kind in ((net, "Sequential"), (net.parameters(), "Parameter")):
+        with pytest.raises(TypeError, match=rf"pairs, as model.named_parameters\(\) gives, got {kind}"):
+            predict_equilibrium(given, 0.1, 5e-4)
     with pytest.raises(ValueError, match="at least one batch"):
         predict_equilibrium({"0.weight": net[0].weight}, 0.1, 5e-4, gradients=[])
     backward(net, torch.arange(16))

@@ -146,6 +146,15 @@ def test_leaves_model_and_random_state_untouched(images: Tensor) -> None:
     assert model.bn.eps == 1e-5
 
 
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, lambda: torch.device("meta")])
+def test_modes_and_the_default_device_do_not_matter(images: Tensor, context: Any) -> None:
+    model = Zoo()
+    expected = str(scale_invariant_parameters(model, images))
+    with context():
+        found = scale_invariant_parameters(model, images)
+    assert str(found) == expected
+
+
 def test_result_gives_the_models_own_parameters_and_groups() -> None:
     model = convnet()
     result = scale_invariant_parameters(model, batch(0)[0])
@@ -197,6 +206,8 @@ def test_bad_input_is_named() -> None:
     ambiguous.module.fc = nn.Linear(2, 2)
     with pytest.raises(ValueError, match=r"two parameters are called 'fc\.weight' without the prefixes of wrappers"):
         scale_invariant_parameters(ambiguous, torch.randn(4, 2))
+    with pytest.raises(ValueError, match="must hold numbers to be tested, it has tensors on the meta device"):
+        scale_invariant_parameters(nn.Linear(2, 2, device="meta"), torch.ones(3, 2))
     with pytest.raises(ValueError, match="must have floating-point parameters to test, it has none"):
         scale_invariant_parameters(nn.ReLU(), batch(0)[0])
     with pytest.raises(ValueError, match="finite, non-zero"):

@@ -182,6 +182,26 @@ def test_resume_in_mid_run_is_bit_for_bit(every: Any, tmp_path: Path, monkeypatc
         assert torch.equal(one.angles[name], two.angles[name])
 
 
+def test_the_default_device_does_not_matter(tmp_path: Path) -> None:
+    """A recording lies on the host, and so does what is reckoned from it, wherever new tensors go (here: nowhere)."""
+    model, (images, labels) = convnet(), batch(0)
+    optimizer = sgd(model)
+    path = str(tmp_path / "run.safetensors")
+    with torch.device("meta"):
+        recorder = NormRecorder(model.named_parameters(), optimizer)
+        nn.functional.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+        recorder.end_epoch()
+        recorder.save(path)
+        recording = Recording.load(path)
+        assert recording.rows_by_step("exact").tolist() == [0, 1]
+        assert recording.rows_by_step("paper").tolist() == [1, 1]
+        plain = torch.optim.SGD(groups(model, 0.0), lr=0.1)
+        corrected = StepSizeCorrection(plain, recording, scale_invariant_parameters(model, images), form="exact")
+        corrected.step()
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
 def test_capacity_records_the_same_and_reports_overflow() -> None:
     recordings = []
     for capacity in (None, 6):

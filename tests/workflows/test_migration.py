@@ -382,6 +382,12 @@ ERRORS: list[tuple[nn.Module, Callable[[], dict[str, Any]], type[Exception], str
         "original0 is expected to be torch's, with p = 2, but the model's has p = 1",
     ),
     (with_norm(nm.L1BatchNorm2d(3)), lp_state, RuntimeError, "size mismatch for bn.weight"),
+    (
+        nm.classic_weight_norm(nn.Linear(2, 3, bias=False)),
+        lambda: dict(nn.utils.spectral_norm(nn.Linear(2, 3, bias=False)).state_dict()),  # weight_v: another
+        RuntimeError,
+        '"weight_orig", "weight_u", "weight_v"',
+    ),
 ]
 
 

@@ -13,7 +13,7 @@ from torch.fx import Proxy
 
 from normmatters.convert.fuse import plan_fusion
 from normmatters.convert.fused import FusedBlock, FusedMaxPool2d, FusedReLU, LinkedSequential, stand_in
-from normmatters.convert.report import Change, ConversionReport
+from normmatters.convert.report import Change, ConversionReport, report_to_fill
 from normmatters.convert.swap import carry_over, check_model, replace_modules
 from normmatters.functional.torch_batch_norm import TINY
 from normmatters.nn import batchnorm as bn
@@ -111,11 +111,11 @@ def to_torch(
         ['Conv2d', 'BatchNorm2d', 'ReLU']
     """
     check_model(model)
+    report = report_to_fill(report)
     if not inplace:
         model = copy.deepcopy(model)
     if remove_weight_norms and any(isinstance(module, (BoundedWeight, ClassicWeight)) for module in model.modules()):
         remove_weight_norm(model)
-    report = ConversionReport() if report is None else report
 
     unfused: set[nn.Module] = set()
     taken: dict[nn.Module, nn.Module] = {}

@@ -16,8 +16,17 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from normmatters.convert.back import PLAIN_BATCH_NORMS, BatchNormAct2d, SyncBatchNormAct, ThenReLU, to_torch
-from normmatters.convert.parts import blocks_of, called_without, is_plain, is_sequential, not_its_own, slots_of
-from normmatters.convert.report import Change, ConversionReport
+from normmatters.convert.parts import (
+    WATCHED,
+    blocks_of,
+    called_without,
+    in_watched_sequentials,
+    is_plain,
+    is_sequential,
+    not_its_own,
+    slots_of,
+)
+from normmatters.convert.report import Change, ConversionReport, report_to_fill
 from normmatters.convert.swap import check_model, replace_modules
 from normmatters.convert.trace import trace_block
 from normmatters.convert.value import Untraceable
@@ -79,6 +88,7 @@ def fold(model: nn.Module, *, inplace: bool = True, report: ConversionReport | N
         ['Conv2d', 'Identity', 'ReLU']
     """
     check_model(model)
+    report = report_to_fill(report)
     for name, module in model.named_modules():
         if isinstance(module, (_BatchNorm, _LpBatchNorm)) and module.training:
             raise ValueError(f"fold needs a model in evaluation mode, but {name or 'the model'} is training: eval()")
@@ -86,7 +96,6 @@ def fold(model: nn.Module, *, inplace: bool = True, report: ConversionReport | N
         model = copy.deepcopy(model)
     before = {name: type(module).__name__ for name, module in model.named_modules()}
     model = to_torch(model)
-    report = ConversionReport() if report is None else report
 
     pairs, reasons = _find(model)
     names = {module: name for name, module in model.named_modules()}
@@ -152,7 +161,7 @@ def _find(model: nn.Module) -> tuple[dict[nn.Module, tuple[nn.Module, bool]], di
                 else:
                     reasons[norm] = against
         alone |= not_its_own(block, trace.called)
-    return pairs, reasons
+    return pairs, dict.fromkeys(in_watched_sequentials(model), WATCHED) | reasons
 
 
 def _reason_against(layer: Any, norm: Any, residual: bool) -> str | None:

@@ -33,10 +33,12 @@ from normmatters.convert.fused import (
 )
 from normmatters.convert.in_place import changes
 from normmatters.convert.parts import (
+    WATCHED,
     blocks_of,
     called_without,
     has_hooks,
     has_own_call,
+    in_watched_sequentials,
     is_identity,
     is_pool,
     is_relu,
@@ -133,10 +135,11 @@ def plan_fusion(
         else:
             _plan_traced(block, own, own.intersection(pooling), paths, plan)
     plan.fused.update(dict.fromkeys(plan.pools, "relu + max pool"))
+    watched = in_watched_sequentials(model)
     for norm in set(norms) - plan.fused.keys():
         alone = any(norm in part.modules() for part in plan.alone)
-        why = "it is used at several places" if paths[norm] > 1 else _ALONE if alone else _NO_RELU
-        plan.notes.setdefault(norm, why)
+        otherwise = _ALONE if alone else WATCHED if norm in watched else _NO_RELU
+        plan.notes.setdefault(norm, "it is used at several places" if paths[norm] > 1 else otherwise)
     return plan
 
 

@@ -8,6 +8,9 @@ from typing import Any
 from torch import fx, nn
 from torch.nn.modules.utils import _pair
 
+#: Why a norm in a Sequential that is not looked into stays alone.
+WATCHED = "the Sequential that it is in has hooks, or another forward"
+
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether someone watches the module's inputs, outputs or gradients."""
@@ -29,6 +32,12 @@ def is_plain(module: nn.Module) -> bool:
 def is_sequential(module: nn.Module) -> bool:
     """Whether the module does exactly what ``nn.Sequential`` does, and unobserved."""
     return _forward(module) is nn.Sequential.forward and is_plain(module)
+
+
+def in_watched_sequentials(model: nn.Module) -> set[nn.Module]:
+    """What stands in a Sequential that has hooks or another forward, so that nobody looks into it."""
+    rows = [module for module in model.modules() if _forward(module) is nn.Sequential.forward]
+    return {child for row in rows if not is_plain(row) for child in row.children()}
 
 
 def is_identity(module: nn.Module) -> bool:

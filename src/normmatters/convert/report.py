@@ -68,3 +68,10 @@ class ConversionReport:
     def summary(self) -> str:
         """The counts in one line."""
         return f"{len(self.converted)} converted, {len(self.fused)} fused, {len(self.skipped)} skipped"
+
+
+def report_to_fill(report: ConversionReport | None) -> ConversionReport:
+    """``report``, or a new one where there is none; raises on anything else, before a model is changed."""
+    if report is not None and not isinstance(report, ConversionReport):
+        raise TypeError(f"report must be a ConversionReport to fill, or None, got {type(report).__name__}")
+    return ConversionReport() if report is None else report

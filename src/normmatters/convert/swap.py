@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from normmatters.convert.fuse import FusionPlan, plan_fusion
 from normmatters.convert.fused import link_sequentials
-from normmatters.convert.report import Change, ConversionReport
+from normmatters.convert.report import Change, ConversionReport, report_to_fill
 from normmatters.functional.checks import check_memory
 from normmatters.nn import batchnorm as bn
 from normmatters.nn.batchnorm_act import LpBatchNormAct2d
@@ -101,7 +101,7 @@ def convert(
     spec = NormSpec.of("norm", norm, k, constant)
     layer_spec = None if layer_norm is None else NormSpec.of("layer_norm", layer_norm, k, constant)
     check_memory(memory)
-    report = ConversionReport() if report is None else report
+    report = report_to_fill(report)
     model = swap(model if inplace else copy.deepcopy(model), spec, layer_spec, report, memory=memory, fuse=fuse)
     if report.converted:
         _log.info("%s", report)

@@ -213,6 +213,8 @@ def _unchanged(block: nn.Module) -> Iterator[None]:
             if tensor._version != version:
                 changed.add(name)
                 tensor.detach().copy_(value)
+    if any(name.startswith("_tensor_constant") for name in changed):  # where torch.fx puts what it cannot name
+        raise Untraceable("its forward makes a tensor that does not come from its input")
     if changed:
         raise Untraceable(f"its forward sets {', '.join(sorted(changed))} on the module")
 

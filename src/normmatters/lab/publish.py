@@ -115,7 +115,10 @@ def redraw(results: str | Path, pages: Iterable[str | Path] = ()) -> list[Report
 
 def _parts(page: Path) -> list[str]:
     """The page cut at its marked parts; every second one is the checks that such a part is about."""
-    text = page.read_text(encoding="utf-8")
+    try:
+        text = page.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{page}: expected a page of text: {error}") from None
     parts = _MARKED.split(text)
     known = {"figures", *(claim.check for claim in CLAIMS)}
     for checks in parts[1::2]:

@@ -74,7 +74,7 @@ def _read(state: dict[str, Tensor], prefix: str, name: str, dim: int | None) -> 
     key, own = f"{prefix}{name}", f"{prefix}parametrizations.{name}.original"
     if f"{key}_v_prenorm" in state:
         length, direction = f"{key}_v_prenorm", f"{key}_v"
-    elif f"{key}_g" in state or f"{key}_v" in state:
+    elif f"{key}_orig" not in state and (f"{key}_g" in state or f"{key}_v" in state):  # that is a spectral norm's
         length, direction = f"{key}_g", f"{key}_v"
     elif f"{own}0" in state or f"{own}1" in state:
         length, direction = f"{own}0", f"{own}1"

@@ -83,6 +83,8 @@ class Probe:
                 f"two parameters are called {twice[0]!r} without the prefixes of wrappers (module., _orig_mod.): "
                 "rename one of the model's modules"
             )
+        if any(t.is_meta for t in [*model.parameters(), *model.buffers()]):
+            raise ValueError("the model must hold numbers to be tested, it has tensors on the meta device")
         try:
             self.model = copy.deepcopy(model).to(dtype).train()
         except (RuntimeError, TypeError) as error:
@@ -129,7 +131,8 @@ class Probe:
         for i in range(probes):
             output = self.output()
             generator = torch.Generator().manual_seed(self.seed + 1 + i)
-            direction = torch.randn(len(output), generator=generator, dtype=torch.float64).to(output)
+            drawn = torch.randn(len(output), generator=generator, dtype=torch.float64, device="cpu")
+            direction = drawn.to(output)
             scale = direction.norm() * output.detach().norm()
             loss = (output @ direction) / scale
             grads = torch.autograd.grad(loss, [self.parameters[n] for n in names], allow_unused=True)
@@ -142,7 +145,8 @@ class Probe:
         generator = torch.Generator().manual_seed(self.seed)
         saved = [(t, t.clone()) for r in rescalings for t in r.tensors]
         for r in rescalings:
-            powers = torch.tensor([-3, -2, -1, 1, 2, 3])[torch.randint(6, r.mask.shape, generator=generator)]
+            which = torch.randint(6, r.mask.shape, generator=generator, device="cpu")
+            powers = torch.tensor([-3, -2, -1, 1, 2, 3], device="cpu")[which]
             factor = torch.where(r.mask.cpu(), 2.0**powers, 1.0)
             for t, dim in zip(r.tensors, r.dims):
                 t.mul_(shaped(factor, t, dim).to(t))

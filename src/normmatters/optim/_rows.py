@@ -139,6 +139,17 @@ def plain_name(name: str) -> str:
     return name
 
 
+def check_pairs(pairs: Iterable[object]) -> None:
+    """Raise on what is no (name, tensor)."""
+    for pair in pairs:
+        if not (
+            isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) and isinstance(pair[1], Tensor)
+        ):
+            raise TypeError(
+                f"expected (name, tensor) pairs, as model.named_parameters() gives, got {type(pair).__name__}"
+            )
+
+
 def resolve(
     source: Named, dims: Mapping[str, int | None] | None = None
 ) -> tuple[dict[str, Tensor], dict[str, int | None]]:
@@ -160,14 +171,9 @@ def resolve(
         raise TypeError(f"expected a module, a mapping or (name, tensor) pairs, got {type(source).__name__}")
     else:
         pairs = [*(source.items() if isinstance(source, Mapping) else source)]
+    check_pairs(pairs)
     named: dict[str, Tensor] = {}
     for pair in pairs:
-        if not (
-            isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) and isinstance(pair[1], Tensor)
-        ):
-            raise TypeError(
-                f"expected (name, tensor) pairs, as model.named_parameters() gives, got {type(pair).__name__}"
-            )
         name = plain_name(pair[0])
         if name in named:
             raise ValueError(f"the name {name!r} appears twice")

@@ -82,6 +82,10 @@ class StepSizeCorrection(OptimizerWrapper):
         form: Form = "paper",
     ) -> None:
         super().__init__(optimizer)
+        if not isinstance(recording, Recording):
+            raise TypeError(
+                f"recording must be a Recording (of a file: Recording.load(path)), got {type(recording).__name__}"
+            )
         channels = recording.match(optimizer, parameters)
         channels.check_norms_are_free(optimizer)
         rows = recording.rows_by_step(form)[:-1]
@@ -99,7 +103,7 @@ class StepSizeCorrection(OptimizerWrapper):
                     raise ValueError(
                         f"lr · weight_decay of {name!r} was {d.max().item()} in the recording: it must be below 1"
                     )
-            sizes = torch.tensor(channels.sizes)
+            sizes = torch.tensor(channels.sizes, device="cpu")
             table = table[:-1]
             growth = 1 / (1 - torch.stack(decay, 1).repeat_interleave(sizes, dim=1))
         self._form, self._signature = form, recording.signature

@@ -18,12 +18,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from normmatters.optim._common import check_number
-from normmatters.optim._rows import channel_norms
+from normmatters.optim._rows import channel_norms, check_pairs
 
 
 def filter_sums(momentum: float, nesterov: bool = False) -> tuple[float, float]:
@@ -189,7 +190,10 @@ def predict_equilibrium(
     >>> predict_equilibrium({"conv": weight}, lr=0.1, weight_decay=0.5)["conv"].equilibrium_norm
     tensor([0.9740, 0.5623])
     """
-    named = dict(parameters)
+    given: Any = [parameters] if isinstance(parameters, nn.Module) else parameters
+    pairs = [*(given.items() if isinstance(given, Mapping) else given)]
+    check_pairs(pairs)
+    named = dict(pairs)
     batches = [{n: p.grad for n, p in named.items() if p.grad is not None}] if gradients is None else list(gradients)
     if not batches:
         raise ValueError("gradients must hold at least one batch, got none")

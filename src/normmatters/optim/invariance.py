@@ -226,7 +226,8 @@ def _partial(probe: Probe, tensors: Sequence[Tensor], trials: list[_Trial], tol:
             continue
 
         def mask_of(index: list[int], size: int = len(candidates)) -> Tensor:
-            return torch.zeros(size, dtype=torch.bool).index_fill_(0, torch.tensor(index), True)
+            mask = torch.zeros(size, dtype=torch.bool, device="cpu")
+            return mask.index_fill_(0, torch.tensor(index, device="cpu"), True)
 
         def change(index: list[int], trial: _Trial = trial) -> float:
             return probe.change([Rescaling(tensors, trial.dims, mask_of(index))])
@@ -274,7 +275,7 @@ def scale_invariant_parameters(
         raise ValueError(f"tol must lie in (0, 1) and probes be 1 or more, got {tol} and {probes}")
     bare = unwrap(model)
     devices = {t.device for t in [*bare.parameters(), *bare.buffers()] if t.device.type == "cuda"}
-    with torch.random.fork_rng(devices=list(devices)), torch.enable_grad():
+    with torch.random.fork_rng(devices=list(devices)), torch.inference_mode(False), torch.enable_grad():
         probe = Probe(bare, example_input, dtype, seed)
         names = [n for n, p in probe.parameters.items() if p.requires_grad]
         if not names:

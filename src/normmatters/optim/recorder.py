@@ -245,7 +245,7 @@ class NormRecorder:
         return Recording(
             norms={n: t.clone() for n, t in channels.split(rows[:, : channels.total]).items()},
             angles={n: t.clone() for n, t in channels.split(angles).items()} if self._angle else {},
-            steps=torch.tensor(list(steps)),
+            steps=torch.tensor(list(steps), device="cpu"),
             lr=settings[:, :count].clone(),
             weight_decay=settings[:, count:].clone(),
             groups={n: self._used_groups.index(g) for n, g in zip(channels.names, self._group_of)},

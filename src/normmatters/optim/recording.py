@@ -166,13 +166,15 @@ class Recording:
         `"paper"`: the norms at the end of the epoch that step t is part of. `"exact"`: the norms just before step t.
         """
         if form == "exact":
-            if not torch.equal(self.steps, torch.arange(len(self.steps))):
+            rows = torch.arange(len(self.steps), device=self.steps.device)
+            if not torch.equal(self.steps, rows):
                 raise ValueError('form="exact" needs the norms of every step: record with every="step"')
-            return torch.arange(len(self.steps))
+            return rows
         if form != "paper":
             raise ValueError(f'form must be "paper" or "exact", got {form!r}')
-        rows = torch.tensor(self._epoch_rows())
-        lengths = torch.tensor([b - a for a, b in zip((0, *self.epoch_ends), self.epoch_ends)])
+        device = self.steps.device
+        rows = torch.tensor(self._epoch_rows(), device=device)
+        lengths = torch.tensor([b - a for a, b in zip((0, *self.epoch_ends), self.epoch_ends)], device=device)
         return torch.cat([rows.repeat_interleave(lengths), rows[-1:]])
 
     def lr_by_step(self, name: str) -> Tensor:
