@@ -12,6 +12,7 @@ import sys
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 pytest.importorskip("triton")
@@ -226,6 +227,19 @@ def test_tensors_without_memory_take_the_equation():
     torch.testing.assert_close(y.inner, lp_batch_norm(X, training=True, eps=EPS))
     y = dispatch.layer_norm(Wrapped(X), [4], None, None, EPS)
     torch.testing.assert_close(y.inner, lp_layer_norm(X, [4], eps=EPS))
+
+
+def test_a_fake_tensor_needs_no_mode_around_it():
+    """It knows its own mode: models made under ``FakeTensorMode`` are called outside of it, too."""
+    mode = FakeTensorMode()
+    for made in (lambda: L1BatchNorm1d(3, device=DEVICE), lambda: L1LayerNorm(4, device=DEVICE)):
+        with mode:
+            norm, x = made(), torch.randn(X.shape, device=DEVICE, requires_grad=True)
+        y = norm(x)
+        y.sum().backward()
+        assert (type(y), y.shape, x.grad.shape) == (FakeTensor, X.shape, X.shape)
+    with pytest.raises(TypeError, match="the input is a plain Tensor, so all others must be, got a FakeTensor"):
+        dispatch.layer_norm(X, [4], norm.weight.detach(), None, EPS)
 
 
 def test_a_parameter_without_memory_is_refused():

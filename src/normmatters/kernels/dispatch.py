@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from normmatters import functional, precision
 from normmatters.functional import hand_derived
@@ -19,6 +18,7 @@ from normmatters.kernels.backends import (
     Backend,
     batch_norm_backend,
     chosen_for_batch_norm,
+    has_no_memory,
     layer_norm_backend,
     say,
     why_not_pooled,
@@ -55,7 +55,7 @@ def _check_devices(input: Tensor, *others: Tensor | None) -> None:
             continue
         if other.device != device:
             raise ValueError(f"all tensors must be on the input's device {device}, got one on {other.device}")
-        if type(other) not in _PLAIN and is_traceable_wrapper_subclass(other):
+        if type(other) not in _PLAIN and has_no_memory(other):
             raise TypeError(f"the input is a plain Tensor, so all others must be, got a {type(other).__name__}")
 
 
