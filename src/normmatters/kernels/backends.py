@@ -60,7 +60,7 @@ def has_no_memory(tensor: Tensor) -> bool:
     Where kernels are called as operators, one that is no wrapper (``FakeTensor``) answers those.
     """
     return is_traceable_wrapper_subclass(tensor) or (
-        type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__ and not needs_operators()
+        not needs_operators() and type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
     )
 
 
@@ -109,8 +109,9 @@ def chosen_for_batch_norm(
     if not training:
         return Backend("plain", "in evaluation the module is torch's own batch norm"), None
     reason = why_not_triton(input)
-    if reason:
-        return Backend("hand-derived", reason), None
+    if reason:  # the hand-derived gradient has plain tensors, positions of extremes, which a DTensor does not mix with
+        wrapper = type(input) is not Tensor and has_no_memory(input)
+        return Backend("plain" if wrapper else "hand-derived", reason), None
     kind = statistic_kind(p, k)
     reason = _why_not_batch_norm_kernel(input, kind, k)
     return (Backend("hand-derived", reason), None) if reason else (_TRITON, kind)

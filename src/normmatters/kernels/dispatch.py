@@ -45,6 +45,11 @@ def _constant(p: float | str, n: int, k: int | None, constant: str | float) -> f
 
 
 _PLAIN = (Tensor, nn.Parameter)
+_WITHOUT_KERNELS = {
+    "arithmetic": precision.batch_norm,
+    "hand-derived": hand_derived.batch_norm,
+    "plain": functional.lp_batch_norm,
+}
 
 
 def _check_devices(input: Tensor, *others: Tensor | None) -> None:
@@ -177,7 +182,7 @@ def linked_batch_norm(
         return output, link
     if training:
         say("batch norm", backend, input)
-    plain = precision.batch_norm if backend.name == "arithmetic" else hand_derived.batch_norm
+    plain = _WITHOUT_KERNELS[backend.name]
     output = plain(
         input,
         running_mean,
