@@ -50,11 +50,14 @@ def check_batch_norm(
         raise ValueError(f"eps must not be negative, got {eps}")
     channels = input.shape[1]
     for name, parameter in zip(_PARAMETERS, (running_mean, running_var, weight, bias)):
-        if parameter is not None and (parameter.dim() != 1 or parameter.shape[0] != channels):
+        if parameter is None:
+            continue
+        if parameter.dim() != 1 or parameter.shape[0] != channels:
             raise ValueError(
                 f"{name} must have shape ({channels},), one value for each channel of an input of shape "
                 f"{_shape(input)}, got {_shape(parameter)}"
             )
+        _check_device(name, parameter, input)
     if kind == "mean" and weight is not None:
         raise ValueError("mean-only batch norm (p='mean') has no scale: weight must be None")
     if residual is not None:
@@ -79,6 +82,7 @@ def check_residual(residual: Tensor, input: Tensor) -> None:
     _check_floating("residual", residual)
     if residual.shape != input.shape:
         raise ValueError(f"residual must have the input's shape {_shape(input)}, got {_shape(residual)}")
+    _check_device("residual", residual, input)
 
 
 def check_layer_norm(
@@ -101,8 +105,11 @@ def check_layer_norm(
     if eps < 0:
         raise ValueError(f"eps must not be negative, got {eps}")
     for name, parameter in {"weight": weight, "bias": bias}.items():
-        if parameter is not None and tuple(parameter.shape) != shape:
+        if parameter is None:
+            continue
+        if tuple(parameter.shape) != shape:
             raise ValueError(f"{name} must have normalized_shape {shape}, got {_shape(parameter)}")
+        _check_device(name, parameter, input)
     if k is not None and k > math.prod(shape):
         raise ValueError(f"Top(k) needs k <= the {math.prod(shape)} values of normalized_shape {shape}, got k={k}")
 
@@ -112,6 +119,11 @@ def _check_floating(name: str, tensor: Tensor) -> None:
         raise TypeError(f"{name} must be a Tensor, got {type(tensor).__name__}")
     if not tensor.is_floating_point():
         raise TypeError(f"{name} must have a real floating-point dtype, got {tensor.dtype}")
+
+
+def _check_device(name: str, tensor: Tensor, input: Tensor) -> None:
+    if tensor.device != input.device:
+        raise ValueError(f"{name} must be on the input's device {input.device}, got one on {tensor.device}")
 
 
 def _shape(tensor: Tensor) -> tuple[int, ...]:
