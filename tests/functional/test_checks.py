@@ -27,6 +27,8 @@ CASES: list[tuple[dict[str, Any], type[Exception], str]] = [
         r"residual must have the input's shape \(4, 3, 2\), got \(4, 3, 1\)",
     ),
     ({"residual": torch.ones(4, 3, 2, dtype=torch.int)}, TypeError, "residual must have a real floating-point"),
+    ({"input": X.to(torch.float8_e5m2)}, TypeError, "input must have .* 16 bits or more, got torch.float8_e5m2"),
+    ({"p": 2, "residual": X.to(torch.float8_e5m2)}, TypeError, "residual must have .* 16 bits or more"),
     ({"p": 2, "residual": X.to("meta")}, ValueError, "residual must be on the input's device cpu, got one on meta"),
     ({"weight": torch.ones(3, device="meta")}, ValueError, "weight must be on the input's device cpu"),
     ({"running_var": torch.ones(3, device="meta")}, ValueError, "running_var must be on the input's device cpu"),

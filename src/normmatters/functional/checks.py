@@ -123,6 +123,8 @@ def _check_floating(name: str, tensor: Tensor) -> None:
         raise TypeError(f"{name} must be a Tensor, got {type(tensor).__name__}")
     if not tensor.is_floating_point():
         raise TypeError(f"{name} must have a real floating-point dtype, got {tensor.dtype}")
+    if tensor.dtype.itemsize == 1:  # torch computes nothing in fp8
+        raise TypeError(f"{name} must have a floating-point dtype of 16 bits or more, got {tensor.dtype}")
 
 
 def _elsewhere(name: str, tensor: Tensor, device: torch.device) -> str:
