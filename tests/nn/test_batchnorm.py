@@ -306,6 +306,20 @@ def test_an_empty_batch_counts_and_leaves_the_statistics() -> None:
     assert torch.equal(mine.weight.grad, theirs.weight.grad)
 
 
+@pytest.mark.parametrize("p", [1, 2, math.inf, "mean"])
+def test_a_training_step_before_the_backward_pass_of_evaluation(p: float | str) -> None:
+    """As adversarial training and self-distillation do: the gradient is that of the statistics evaluation had."""
+    x, other = torch.randn(2, 4, 3, 5, 5, dtype=torch.float64)
+    bn = of_kind(p, None, dtype=x.dtype)
+    x.requires_grad_()
+    bn(other)
+    (expected,) = torch.autograd.grad(bn.eval()(x).square().sum(), x)
+    evaluated = bn(x).square().sum()
+    bn.train()(2 * other)
+    (gradient,) = torch.autograd.grad(evaluated, x)
+    assert torch.equal(gradient, expected)
+
+
 @pytest.mark.parametrize("training", [False, True])
 def test_running_statistics_need_not_be_buffers(training: bool) -> None:
     """Parameters in their place, to be tuned or kept by whoever keeps parameters, and parametrized ones."""
