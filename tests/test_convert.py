@@ -299,7 +299,7 @@ def test_channels_first_layer_norm(memory_format: torch.memory_format) -> None:
     scale = math.sqrt(math.pi / 2) * (x - mean).abs().mean(1, keepdim=True)  # F10
     weight, bias = (p.view(1, 3, 1, 1) for p in model[0].parameters())
     assert_close(model(x), (x - mean) / (scale**2 + 1e-6).sqrt() * weight + bias)
-    with pytest.raises(ValueError, match=r"expected 4D input, \(N, C, H, W\), got 3D"):
+    with pytest.raises(ValueError, match=r"expected 4D input, \(N, .*, H, W\), got shape"):
         model(x[0])
 
 

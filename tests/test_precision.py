@@ -58,6 +58,21 @@ def test_context_nests_restores_and_decorates():
     assert (decorated(), decorated(), precision.active()) == (torch.bfloat16, torch.bfloat16, None)
 
 
+def test_one_context_serves_every_step():
+    """As ``torch.autocast``'s, which training loops make once; also inside itself, and decorating what recurses."""
+    context = precision.arithmetic("fp16")
+    for _ in range(2):
+        with context as setting, precision.arithmetic("bf16"), context:
+            assert precision.active() is setting
+        assert precision.active() is None
+
+    @context
+    def depth(n):
+        return n and precision.active() is setting and depth(n - 1)
+
+    assert (depth(3), precision.active(), precision._open_contexts) == (0, None, 0)
+
+
 def test_context_belongs_to_its_thread():
     seen = []
     with precision.arithmetic("fp16"):
@@ -70,7 +85,7 @@ def test_context_belongs_to_its_thread():
 def test_a_context_left_by_another_task_is_no_longer_open():
     context = precision.arithmetic("fp16")
     contextvars.copy_context().run(context.__enter__)
-    with pytest.raises(ValueError, match="different Context"):
+    with pytest.raises(ValueError, match="by the thread or task that entered it"):
         context.__exit__(None, None, None)
     assert precision._open_contexts == 0  # compiled models stay whole
 

@@ -11,7 +11,11 @@ import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 from torch.utils._pytree import tree_map_only
 
 pytest.importorskip("triton")
@@ -221,11 +225,45 @@ class Wrapped(Tensor):
 
 def test_tensors_without_memory_take_the_equation():
     backend = dispatch.batch_norm_backend(Wrapped(X))
-    assert backend == ("hand-derived", "a Wrapped has no memory of its own")
+    assert backend == ("plain", "a Wrapped has no memory of its own")
     y = dispatch.batch_norm(Wrapped(X), None, None, None, None, True, 0.1, EPS)
     torch.testing.assert_close(y.inner, lp_batch_norm(X, training=True, eps=EPS))
     y = dispatch.layer_norm(Wrapped(X), [4], None, None, EPS)
     torch.testing.assert_close(y.inner, lp_layer_norm(X, [4], eps=EPS))
+
+
+@pytest.fixture
+def one_process():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("p", "k"), [*KINDS.values(), (1.5, None)])
+def test_a_dtensor_takes_the_equation(one_process, p, k):
+    """It does not mix with plain tensors, such as positions of extremes."""
+    outputs = []
+    whole = X.cpu().clone()
+    for x in (whole, distribute_tensor(whole, one_process)):
+        x.requires_grad_()
+        y = dispatch.batch_norm(x, None, None, None, None, True, 0.1, EPS, p=p, k=k, act="relu")
+        (gradient,) = torch.autograd.grad(y.square().sum(), x)
+        outputs.append([y, gradient])
+    for plain, distributed in zip(*outputs, strict=True):
+        torch.testing.assert_close(distributed.full_tensor(), plain, rtol=0, atol=1e-5)
+
+
+def test_a_fake_tensor_needs_no_mode_around_it():
+    """It knows its own mode: models made under ``FakeTensorMode`` are called outside of it, too."""
+    mode = FakeTensorMode()
+    for made in (lambda: L1BatchNorm1d(3, device=DEVICE), lambda: L1LayerNorm(4, device=DEVICE)):
+        with mode:
+            norm, x = made(), torch.randn(X.shape, device=DEVICE, requires_grad=True)
+        y = norm(x)
+        y.sum().backward()
+        assert (type(y), y.shape, x.grad.shape) == (FakeTensor, X.shape, X.shape)
+    with pytest.raises(TypeError, match="the input is a plain Tensor, so all others must be, got a FakeTensor"):
+        dispatch.layer_norm(X, [4], norm.weight.detach(), None, EPS)
 
 
 def test_a_parameter_without_memory_is_refused():

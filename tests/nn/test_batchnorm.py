@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 import oracle
@@ -303,6 +304,34 @@ def test_an_empty_batch_counts_and_leaves_the_statistics() -> None:
     for key, value in theirs.state_dict().items():
         assert torch.equal(mine.state_dict()[key], value)
     assert torch.equal(mine.weight.grad, theirs.weight.grad)
+
+
+@pytest.mark.parametrize("p", [1, 2, math.inf, "mean"])
+def test_a_training_step_before_the_backward_pass_of_evaluation(p: float | str) -> None:
+    """As adversarial training and self-distillation do: the gradient is that of the statistics evaluation had."""
+    x, other = torch.randn(2, 4, 3, 5, 5, dtype=torch.float64)
+    bn = of_kind(p, None, dtype=x.dtype)
+    x.requires_grad_()
+    bn(other)
+    (expected,) = torch.autograd.grad(bn.eval()(x).square().sum(), x)
+    evaluated = bn(x).square().sum()
+    bn.train()(2 * other)
+    (gradient,) = torch.autograd.grad(evaluated, x)
+    assert torch.equal(gradient, expected)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_running_statistics_need_not_be_buffers(training: bool) -> None:
+    """Parameters in their place, to be tuned or kept by whoever keeps parameters, and parametrized ones."""
+    x = torch.randn(4, 3, 2, 2)
+    mine, theirs = ours.LpBatchNorm2d(3, 2), nn.BatchNorm2d(3)
+    for bn in (mine, theirs):
+        bn.train(training)
+        bn.running_mean = nn.Parameter(torch.ones(3), requires_grad=False)
+        parametrize.register_parametrization(bn, "running_var", nn.Softplus())
+    torch.testing.assert_close(mine(x), theirs(x))
+    assert torch.equal(mine.running_mean, theirs.running_mean)
+    assert not torch.equal(mine.running_mean, torch.ones(3)) or not training
 
 
 def test_general_class_with_p_mean_is_mean_only() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from normmatters.functional import lp_layer_norm, lp_rms_norm
-from normmatters.nn import L1LayerNorm, L1RMSNorm, LpLayerNorm
+from normmatters.nn import L1LayerNorm, L1LayerNorm2d, L1RMSNorm, LpLayerNorm
 
 
 @pytest.mark.parametrize(
@@ -92,6 +93,13 @@ def test_repr_shows_what_is_not_the_default() -> None:
 def test_bad_arguments(make: Any, error: type[Exception]) -> None:
     with pytest.raises(error):
         make()
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 3, 5), (5, 3, 3)])
+def test_channels_first_names_the_shape_that_came(shape: tuple[int, ...]) -> None:
+    """Not the one it is permuted to."""
+    with pytest.raises(ValueError, match=re.escape(f"expected 4D input, (N, 5, H, W), got shape {shape}")):
+        L1LayerNorm2d(5)(torch.randn(shape))
 
 
 def test_compiles_to_one_graph() -> None:

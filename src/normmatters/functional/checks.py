@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from normmatters.functional.statistic import Kind
@@ -48,13 +49,17 @@ def check_batch_norm(
         raise ValueError(f"input must have a batch and a channel dimension, (N, C, ...), got shape {_shape(input)}")
     if eps < 0:
         raise ValueError(f"eps must not be negative, got {eps}")
-    channels = input.shape[1]
+    channels, device = input.shape[1], input.device
     for name, parameter in zip(_PARAMETERS, (running_mean, running_var, weight, bias)):
-        if parameter is not None and (parameter.dim() != 1 or parameter.shape[0] != channels):
+        if parameter is None:
+            continue
+        if parameter.dim() != 1 or parameter.shape[0] != channels:
             raise ValueError(
                 f"{name} must have shape ({channels},), one value for each channel of an input of shape "
                 f"{_shape(input)}, got {_shape(parameter)}"
             )
+        if parameter.device != device:
+            raise ValueError(_elsewhere(name, parameter, device))
     if kind == "mean" and weight is not None:
         raise ValueError("mean-only batch norm (p='mean') has no scale: weight must be None")
     if residual is not None:
@@ -79,6 +84,8 @@ def check_residual(residual: Tensor, input: Tensor) -> None:
     _check_floating("residual", residual)
     if residual.shape != input.shape:
         raise ValueError(f"residual must have the input's shape {_shape(input)}, got {_shape(residual)}")
+    if residual.device != input.device:
+        raise ValueError(_elsewhere("residual", residual, input.device))
 
 
 def check_layer_norm(
@@ -101,8 +108,12 @@ def check_layer_norm(
     if eps < 0:
         raise ValueError(f"eps must not be negative, got {eps}")
     for name, parameter in {"weight": weight, "bias": bias}.items():
-        if parameter is not None and tuple(parameter.shape) != shape:
+        if parameter is None:
+            continue
+        if tuple(parameter.shape) != shape:
             raise ValueError(f"{name} must have normalized_shape {shape}, got {_shape(parameter)}")
+        if parameter.device != input.device:
+            raise ValueError(_elsewhere(name, parameter, input.device))
     if k is not None and k > math.prod(shape):
         raise ValueError(f"Top(k) needs k <= the {math.prod(shape)} values of normalized_shape {shape}, got k={k}")
 
@@ -112,6 +123,12 @@ def _check_floating(name: str, tensor: Tensor) -> None:
         raise TypeError(f"{name} must be a Tensor, got {type(tensor).__name__}")
     if not tensor.is_floating_point():
         raise TypeError(f"{name} must have a real floating-point dtype, got {tensor.dtype}")
+    if tensor.dtype.itemsize == 1:  # torch computes nothing in fp8
+        raise TypeError(f"{name} must have a floating-point dtype of 16 bits or more, got {tensor.dtype}")
+
+
+def _elsewhere(name: str, tensor: Tensor, device: torch.device) -> str:
+    return f"{name} must be on the input's device {device}, got one on {tensor.device}"
 
 
 def _shape(tensor: Tensor) -> tuple[int, ...]:

@@ -24,12 +24,27 @@ def torch_batch_norm(
 ) -> Tensor:
     """:func:`torch.nn.functional.batch_norm` with right gradients for every layout (see :func:`hides_layout`).
 
+    In evaluation its backward pass reads the running statistics, which a training step in between may have moved: it
+    gets copies.
+
     input: (N, C, ...); the other tensors: (C,).
     """
+    if not training and _is_recorded(input, weight, bias):
+        running_mean, running_var = (None if t is None else t.clone() for t in (running_mean, running_var))
     y = F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, max(eps, TINY))
     if y.requires_grad and hides_layout(input):
         y.register_hook(partial(_with_strides, strides=input.stride()))
     return y
+
+
+def _is_recorded(*tensors: Tensor | None) -> bool:
+    """Whether autograd keeps a call for its backward pass. To who traces it, it is to stay PyTorch's one operator."""
+    return (
+        torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+        and not torch.jit.is_tracing()  # type: ignore[attr-defined]
+        and any(t is not None and t.requires_grad for t in tensors)
+    )
 
 
 def hides_layout(x: Tensor) -> bool:

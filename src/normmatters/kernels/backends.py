@@ -21,6 +21,7 @@ from normmatters import precision
 from normmatters.functional.checks import check_memory
 from normmatters.functional.hand_derived import plain_only
 from normmatters.functional.statistic import Kind, statistic_kind
+from normmatters.kernels.library import needs_operators
 
 logger = logging.getLogger("normmatters.kernels")
 
@@ -53,6 +54,16 @@ TRITON_MISSING = find_triton()
 INTERPRETED = os.environ.get("NORMMATTERS_KERNELS") == "interpret"
 
 
+def has_no_memory(tensor: Tensor) -> bool:
+    """Whether a kernel finds nothing behind the tensor's address: a subclass that answers operators by itself.
+
+    Where kernels are called as operators, one that is no wrapper (``FakeTensor``) answers those.
+    """
+    return is_traceable_wrapper_subclass(tensor) or (
+        not needs_operators() and type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    )
+
+
 def why_not_triton(input: Tensor) -> str:
     if TRITON_MISSING:
         return TRITON_MISSING
@@ -60,7 +71,7 @@ def why_not_triton(input: Tensor) -> str:
         return f"the input is on {input.device.type}, and the kernels run on CUDA devices"
     if input.dtype not in _DTYPES:
         return f"the kernels take float16, bfloat16 and float32, the input is {input.dtype}"
-    if type(input) is not Tensor and is_traceable_wrapper_subclass(input):
+    if type(input) is not Tensor and has_no_memory(input):
         return f"a {type(input).__name__} has no memory of its own"
     if input.numel() == 0:
         return "the input is empty"
@@ -98,8 +109,9 @@ def chosen_for_batch_norm(
     if not training:
         return Backend("plain", "in evaluation the module is torch's own batch norm"), None
     reason = why_not_triton(input)
-    if reason:
-        return Backend("hand-derived", reason), None
+    if reason:  # the hand-derived gradient has plain tensors, positions of extremes, which a DTensor does not mix with
+        wrapper = type(input) is not Tensor and has_no_memory(input)
+        return Backend("plain" if wrapper else "hand-derived", reason), None
     kind = statistic_kind(p, k)
     reason = _why_not_batch_norm_kernel(input, kind, k)
     return (Backend("hand-derived", reason), None) if reason else (_TRITON, kind)

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from normmatters import functional, precision
 from normmatters.functional import hand_derived
@@ -19,6 +18,7 @@ from normmatters.kernels.backends import (
     Backend,
     batch_norm_backend,
     chosen_for_batch_norm,
+    has_no_memory,
     layer_norm_backend,
     say,
     why_not_pooled,
@@ -45,18 +45,18 @@ def _constant(p: float | str, n: int, k: int | None, constant: str | float) -> f
 
 
 _PLAIN = (Tensor, nn.Parameter)
+_WITHOUT_KERNELS = {
+    "arithmetic": precision.batch_norm,
+    "hand-derived": hand_derived.batch_norm,
+    "plain": functional.lp_batch_norm,
+}
 
 
-def _check_devices(input: Tensor, *others: Tensor | None) -> None:
-    """A kernel that is handed another device's memory, or none, spoils the GPU for the whole process: say so before."""
-    device = input.device
-    for other in others:
-        if other is None:
-            continue
-        if other.device != device:
-            raise ValueError(f"all tensors must be on the input's device {device}, got one on {other.device}")
-        if type(other) not in _PLAIN and is_traceable_wrapper_subclass(other):
-            raise TypeError(f"the input is a plain Tensor, so all others must be, got a {type(other).__name__}")
+def _check_plain(*tensors: Tensor | None) -> None:
+    """A kernel that is handed no memory spoils the GPU for the whole process: say so before."""
+    for tensor in tensors:
+        if tensor is not None and type(tensor) not in _PLAIN and has_no_memory(tensor):
+            raise TypeError(f"the input is a plain Tensor, so all others must be, got a {type(tensor).__name__}")
 
 
 def _who_counts(num_batches_tracked: Tensor | None, input: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -150,7 +150,7 @@ def linked_batch_norm(
         check_batch_norm(
             input, running_mean, running_var, weight, bias, training, eps, kind=kind, k=k, act=act, residual=residual
         )
-        _check_devices(input, running_mean, running_var, weight, bias, residual)
+        _check_plain(running_mean, running_var, weight, bias, residual)
         C = _constant(p, int(input.numel() // input.shape[1]), k, constant)
         if residual is not None and residual.dtype != input.dtype:
             residual, link = residual.to(input.dtype), None
@@ -177,7 +177,7 @@ def linked_batch_norm(
         return output, link
     if training:
         say("batch norm", backend, input)
-    plain = precision.batch_norm if backend.name == "arithmetic" else hand_derived.batch_norm
+    plain = _WITHOUT_KERNELS[backend.name]
     output = plain(
         input,
         running_mean,
@@ -234,7 +234,7 @@ def pooled_batch_norm(
             from normmatters.kernels.pooled_ops import pooled_batch_norm as kernel
 
             check_batch_norm(input, *tensors, training, eps, kind=kind, k=k, act=act, residual=None)
-            _check_devices(input, *tensors)
+            _check_plain(*tensors)
             C = _constant(p, int(input.numel() // input.shape[1]), k, constant)
             batches, late = _who_counts(num_batches_tracked, input)
             output = kernel(input, *tensors, momentum, eps, constant=C, batches=batches)
@@ -334,7 +334,7 @@ def _layer_norm_kernel(
 
     kind = statistic_kind(p, k)
     check_layer_norm(input, normalized_shape, weight, bias, eps, kind=kind, k=k)
-    _check_devices(input, weight, bias)
+    _check_plain(weight, bias)
     C = scale_constant(p, math.prod(normalized_shape), k, constant)
     return layer_norm_ops.layer_norm(
         input, normalized_shape, weight, bias, eps, kind=kind, constant=C, centered=centered

@@ -102,7 +102,10 @@ class _LpBatchNorm(_NormBase):
         """
         self._check_input_dim(input)
         buffers = self._buffers  # attributes of a module are looked for here last, and take several times as long
-        running_mean, running_var = buffers["running_mean"], buffers["running_var"]
+        try:
+            running_mean, running_var = buffers["running_mean"], buffers["running_var"]
+        except KeyError:  # parametrized, or a parameter now
+            running_mean, running_var = self.running_mean, self.running_var
         training = self.training or (running_mean is None and running_var is None)
         count = None
         if self.training:

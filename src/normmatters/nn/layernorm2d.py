@@ -16,8 +16,9 @@ class ChannelsFirst:
         """Normalize each pixel of ``input``, (N, C, H, W), over its channels."""
         if isinstance(input, Proxy):
             return module_call(self, input)
-        if input.dim() != 4:
-            raise ValueError(f"expected 4D input, (N, C, H, W), got {input.dim()}D input")
+        channels: int = self.normalized_shape[-1]  # type: ignore[attr-defined]
+        if input.dim() != 4 or input.shape[1] != channels:
+            raise ValueError(f"expected 4D input, (N, {channels}, H, W), got shape {tuple(input.shape)}")
         output: Tensor = super().forward(input.permute(0, 2, 3, 1))  # type: ignore[misc]
         return output.permute(0, 3, 1, 2)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from normmatters.functional.checks import check_batch_norm
 from normmatters.kernels import dispatch
-from normmatters.kernels.dispatch import _check_devices, _constant, _count, _who_counts
+from normmatters.kernels.dispatch import _check_plain, _constant, _count, _who_counts
 from normmatters.nn.batchnorm_base import _LpBatchNorm
 
 
@@ -54,7 +54,7 @@ def twin_batch_norm(
         running_mean, running_var, count, training, momentum = one._state(x)
         tensors = (running_mean, running_var, one.weight, one.bias)
         check_batch_norm(x, *tensors, training, one.eps, kind="l1")
-        _check_devices(x, *tensors)
+        _check_plain(*tensors)
         constant = _constant(1, int(x.numel() // x.shape[1]), None, one.constant)
         batches, behind = _who_counts(count, x)
         late.append(behind)

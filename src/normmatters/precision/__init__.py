@@ -34,7 +34,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 
@@ -68,22 +68,21 @@ class Arithmetic:
     gradient: torch.dtype  # gradients between operations
 
 
-_current: ContextVar[Arithmetic | None] = ContextVar("normmatters_arithmetic", default=None)
+# The settings entered in this thread or task and not left yet; the last one is in force.
+_entered: ContextVar[tuple[Arithmetic, ...]] = ContextVar("normmatters_arithmetic", default=())
 # torch.compile cannot trace a ContextVar but guards on a global: 0 here keeps an ordinary compiled model whole, and
 # entering a context anywhere makes it look again.
 _open_contexts = 0
 _lock = threading.Lock()
 
 
-def arithmetic(
-    dtype: str | torch.dtype, accumulate: str | torch.dtype = "fp32"
-) -> contextlib._GeneratorContextManager[Arithmetic]:
+def arithmetic(dtype: str | torch.dtype, accumulate: str | torch.dtype = "fp32") -> _Context:
     """Compute this library's batch, layer and RMS norms in ``dtype``, with sums in ``accumulate``.
 
-    A context manager, and a decorator (not of generators and coroutines: their bodies run after the call). It acts on
-    the norms whose forward runs inside it, in this thread (or task); their backward keeps to it wherever it runs. Under
-    activation checkpointing the forward runs again during the backward: pass it on by
-    ``checkpoint(..., context_fn=lambda: (nullcontext(), arithmetic(...)))``.
+    A context manager, which as ``torch.autocast``'s may be entered again and again, and a decorator (not of generators
+    and coroutines: their bodies run after the call). It acts on the norms whose forward runs inside it, in this thread
+    (or task); their backward keeps to it wherever it runs. Under activation checkpointing the forward runs again during
+    the backward: pass it on by ``checkpoint(..., context_fn=lambda: (nullcontext(), arithmetic(...)))``.
 
     Args:
         dtype: ``"fp16"``, ``"bf16"``, ``"fp32"``, or for storage in fp8 with fp16 arithmetic ``"e4m3"``, ``"e5m2"``;
@@ -99,8 +98,8 @@ def arithmetic(
     accumulator = _format("accumulate", accumulate, FORMATS)
     storage = _format("dtype", dtype, FORMATS | STORAGE)
     if storage in STORAGE.values():
-        return _using(Arithmetic(torch.float16, accumulator, storage, torch.float8_e5m2))
-    return _using(Arithmetic(storage, accumulator, storage, storage))
+        return _Context(Arithmetic(torch.float16, accumulator, storage, torch.float8_e5m2))
+    return _Context(Arithmetic(storage, accumulator, storage, storage))
 
 
 def active() -> Arithmetic | None:
@@ -109,21 +108,33 @@ def active() -> Arithmetic | None:
     >>> active() is None
     True
     """
-    return _current.get() if _open_contexts else None
+    entered = _entered.get() if _open_contexts else ()
+    return entered[-1] if entered else None
 
 
-@contextlib.contextmanager
-def _using(setting: Arithmetic) -> Iterator[Arithmetic]:
-    global _open_contexts
-    with _lock:
-        _open_contexts += 1
-    token = _current.set(setting)
-    try:
-        yield setting
-    finally:
-        with _lock:  # first: the reset fails where another task than the one that entered leaves
+class _Context(contextlib.ContextDecorator):
+    """What :func:`arithmetic` returns. It keeps nothing of its own while entered, so threads and steps can share it."""
+
+    def __init__(self, setting: Arithmetic) -> None:
+        self.setting = setting
+
+    def __enter__(self) -> Arithmetic:
+        global _open_contexts
+        with _lock:
+            _open_contexts += 1
+        _entered.set((*_entered.get(), self.setting))
+        return self.setting
+
+    def __exit__(self, *_: object) -> None:
+        global _open_contexts
+        with _lock:  # whoever leaves
             _open_contexts -= 1
-        _current.reset(token)
+        entered = _entered.get()
+        if entered[-1:] != (self.setting,):
+            raise ValueError(
+                "an arithmetic must be left by the thread or task that entered it, the last one entered first"
+            )
+        _entered.set(entered[:-1])
 
 
 def _format(name: str, value: str | torch.dtype, allowed: dict[str, torch.dtype]) -> torch.dtype:
