@@ -300,6 +300,8 @@ def test_wrong_arguments_are_refused() -> None:
         diagnose(small(), lr=-1.0)
     with pytest.raises(TypeError, match=r"torch\.nn\.Module"):
         diagnose(3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="names for keys, got 1"):
+        diagnose({1: torch.ones(2, 2)})  # type: ignore[dict-item]
     with pytest.raises(ValueError, match="norm must be one of"):
         diagnose(small(), norm="l7")
     with pytest.raises(ValueError, match="run it once first"):

@@ -407,6 +407,8 @@ def _weight(name: str, w: Tensor, invariant: str | None, dim: int | None, lr: fl
 
 def _of_state_dict(state: Mapping[str, Tensor], recipe: Recipe) -> Diagnosis:
     """A checkpoint alone: a batch norm is known by its statistics, another norm by a weight with one dimension."""
+    if others := [name for name in state if not isinstance(name, str)]:
+        raise ValueError(f"a state_dict has names for keys, got {others[0]!r}")
     tensors = {plain_name(name): t for name, t in state.items() if isinstance(t, Tensor)}
     if not tensors:
         raise ValueError("the state_dict holds no tensors")

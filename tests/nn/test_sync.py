@@ -314,6 +314,11 @@ def test_state_is_torchs():
         ours(torch.randn(4, 3))
 
 
+def test_convert_wants_a_module():
+    with pytest.raises(TypeError, match="expected a module, got NoneType"):
+        convert_sync_batchnorm(None)
+
+
 def test_convert_carries_everything_over():
     shared = L1BatchNorm2d(8, eps=1e-3, momentum=None, act="relu", memory="lean", dtype=torch.float64)
     model = nn.Sequential(

@@ -143,6 +143,8 @@ def convert_sync_batchnorm(module: nn.Module, process_group: Any = None) -> nn.M
         >>> type(model[1]).__name__
         'SyncLpBatchNorm'
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"expected a module, got {type(module).__name__}")
     norms = [(name, one) for name, one in module.named_modules() if isinstance(one, (_LpBatchNorm, _BatchNorm))]
     packages = {norm: "normmatters" if isinstance(norm, _LpBatchNorm) else "torch" for _, norm in norms}
     reasons = {name: reason for name, norm in norms if (reason := changed(norm, packages[norm]))}
