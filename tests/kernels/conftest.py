@@ -83,3 +83,9 @@ def weight_norm_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             kernels.Plan, name, lambda *args, launch=launch, name=name: (made.append(name), launch(*args))[1]
         )
     return made
+
+
+@pytest.fixture(params=["bounded", "classic"])
+def kind(request: pytest.FixtureRequest) -> str:
+    """Of weight norm: one fixed ρ a tensor, or a learned one for each row."""
+    return str(request.param)

@@ -13,15 +13,11 @@ from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("triton")
 
+from weight_norm_cases import DEVICE
+
 from normmatters.weight_norm import apply_weight_norm
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BATCH = torch.linspace(-2, 2, 2 * 3 * 36).sin().view(2, 3, 6, 6).to(DEVICE)
-
-
-@pytest.fixture(params=["bounded", "classic"])
-def kind(request) -> str:
-    return str(request.param)
 
 
 class Net(nn.Module):
