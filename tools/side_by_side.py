@@ -105,7 +105,7 @@ def _time(runs: list[CudaGraphs], ahead: int, seconds: float) -> tuple[float, fl
 
     def replay(graphs: CudaGraphs) -> None:
         with torch.cuda.stream(graphs._stream):
-            graphs._ahead = ahead
+            graphs.ahead = ahead
             for _ in range(4):
                 graphs.replay("step")
             torch.cuda.current_stream().synchronize()

@@ -42,7 +42,7 @@ VARIANTS: dict[str, Callable[[nn.Module], Any]] = {
     "bounded": _ours(),
     "bounded_l1": _ours(p=1),
 }
-_OURS = ("classic", "bounded", "bounded_l1")
+_OURS = VARIANTS.keys() - {"none", "torch"}
 AXES = {"part": ["weights", "step"], "mode": ["eager", "compiled"], "variant": list(VARIANTS)}
 # What takes half a minute to compile comes last, and its steps, which tell what it costs in training, before the rest.
 _ORDER = (("weights", "eager"), ("step", "eager"), ("step", "compiled"), ("weights", "compiled"))

@@ -26,13 +26,13 @@ class CudaGraphs:
     others wait: a run that begins waits for all work that was launched before, of every run, four times over.
     """
 
-    def __init__(self, device: torch.device, generator: torch.Generator | None = None, ahead: int = _AHEAD) -> None:
+    def __init__(self, device: torch.device, generator: torch.Generator | None = None) -> None:
         current, default = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
         # The default stream cannot be captured. Any other is a run's own, and so are then cuBLAS's workspaces, which
         # belong to a stream: two graphs that were captured on one stream must not run side by side.
         self._stream = torch.cuda.Stream(device) if current == default else current
         self._pool = torch.cuda.graph_pool_handle()
-        self._generator, self._ahead = generator, ahead
+        self._generator, self.ahead = generator, _AHEAD
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._mark = torch.cuda.Event(blocking=True)
         self._count = 0
@@ -65,7 +65,7 @@ class CudaGraphs:
     def replay(self, key: Hashable) -> None:
         self._graphs[key].replay()
         self._count += 1
-        if self._count % self._ahead == 0:
+        if self._count % self.ahead == 0:
             self._mark.synchronize()  # the first time there is none, and nothing to wait for
             self._mark.record()
 
