@@ -92,6 +92,7 @@ def _graph(norm: str, name: str, batch: int) -> CudaGraphs:
             gradients()
             optimizer.step()
     graphs.record("step", step)
+    graphs.works_on = model, optimizer, images, labels  # type: ignore[attr-defined]  # a graph has addresses alone
     return graphs
 
 

@@ -27,7 +27,7 @@ from normmatters.lab.objective import Classification, Objective, Translation
 from normmatters.lab.regimes import Regime, build_regime, find_invariant, find_recording
 from normmatters.lab.runlog import RunError, RunFolder, RunResult, why, write_atomic
 from normmatters.lab.session import first_process_first, process_group, seed_everything, setting_up, settings
-from normmatters.lab.step import Arithmetic, Stepper
+from normmatters.lab.step import Arithmetic, Evaluation, Stepper
 from normmatters.lab.translate import bleu, translate
 from normmatters.nn.sync import convert_sync_batchnorm
 
@@ -166,6 +166,9 @@ class _Run:
             clip_norm=optim.clip_norm,
             graphs=graphs,
         )
+        # text has about as many shapes as batches
+        by_graphs = graphs if isinstance(self.data, ImageData) else None
+        self.evaluation = Evaluation(model, self.objective, self.arithmetic, by_graphs)
         self._reseed(0)
         self.rows: list[dict[str, Any]] = []
         self.messages: list[str] = []
@@ -229,13 +232,8 @@ class _Run:
 
     @torch.no_grad()
     def _evaluate(self, last: bool) -> dict[str, Any]:
-        self.model.eval()
-        sums = torch.zeros(3, dtype=torch.float64, device=self.device)
-        for batch in self.data.val:
-            gpu.pause()
-            with self.arithmetic():
-                sums.add_(self.objective.measure(self.model, batch, smooth=False)[1])
-        row: dict[str, Any] = dict(self.objective.epoch_metrics(self._total(sums), "val"))
+        sums = self._total(self.evaluation(self.data.val))
+        row: dict[str, Any] = dict(self.objective.epoch_metrics(sums, "val"))
         when = self.config.runtime.bleu
         if isinstance(self.data, TextData) and self.shard.rank == 0 and (when == "epoch" or (when == "last" and last)):
             assert isinstance(self.model, Translator)

@@ -1,0 +1,74 @@
+"""The validation set gives the same numbers by graphs as by hand: those of the weights and statistics of now."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from fake_graphs import FakeGraphs
+from lab_runs import small_run
+from torch import Tensor
+
+from normmatters.lab.config import RunConfig
+from normmatters.lab.data import ImageData, Shard, load_data
+from normmatters.lab.graph import step_graphs
+from normmatters.lab.models import build_model
+from normmatters.lab.objective import Classification
+from normmatters.lab.step import Arithmetic, Evaluation
+
+
+def looks(config: RunConfig, device: torch.device, graphs: Any) -> list[Tensor]:
+    """The sums of three looks, with other weights and statistics before each; the last batch is the shorter one."""
+    torch.manual_seed(0)
+    data = load_data(config.data, None, seed=0, device=device, shard=Shard())
+    assert isinstance(data, ImageData)
+    model = build_model(config.model, data).to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    objective = Classification(data, 0.0, device)
+    evaluation = Evaluation(model, objective, Arithmetic(config.precision, device), graphs)
+    found = []
+    for _ in range(3):
+        model.train()
+        for images, labels in data.train.epoch(0):
+            objective.measure(model, (images, labels), smooth=False)  # which moves the running statistics
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(0.2 * p.std(correction=0) * torch.randn(p.shape).to(device))
+        found.append(evaluation(data.val).clone())
+        assert not model.training
+    return found
+
+
+def config(device: str, **model: str) -> RunConfig:
+    return small_run(
+        data={"eval_batch_size": 80},
+        model=model,
+        precision={"amp": "bf16", "tf32": False},
+        runtime={"device": device},
+    )
+
+
+def test_by_graphs_as_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeGraphs, "recorded", [])
+    device = torch.device("cpu")
+    by_hand, by_graphs = looks(config("cpu"), device, None), looks(config("cpu"), device, FakeGraphs())
+    assert [(name, images[0]) for name, (images, _) in FakeGraphs.recorded] == [("evaluation", 80), ("evaluation", 40)]
+    assert torch.equal(torch.stack(by_graphs), torch.stack(by_hand))
+    losses = [float(sums[0]) for sums in by_hand]
+    assert len(set(losses)) == 3
+    assert all(sums[2] == 200 for sums in by_hand)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "model",
+    [{"norm": "native"}, {"norm": "l1"}, {"norm": "topk"}, {"weight_norm": "wn"}, {"weight_norm": "bwn"}],
+    ids=lambda model: next(iter(model.values())),
+)
+def test_on_a_gpu_by_graphs_as_by_hand(model: dict[str, str]) -> None:
+    device = torch.device("cuda")
+    by_hand = torch.stack(looks(config("cuda", **model), device, None))
+    by_graphs = torch.stack(looks(config("cuda", **model), device, step_graphs(device, None)))
+    torch.testing.assert_close(by_graphs[:, 0], by_hand[:, 0], rtol=2e-3, atol=0)  # another kernel of cuDNN's at most
+    assert (by_graphs[:, 1] - by_hand[:, 1]).abs().max() <= 1
+    assert len(set(by_hand[:, 0].tolist())) == 3
