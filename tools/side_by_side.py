@@ -107,9 +107,13 @@ def _time(runs: list[CudaGraphs], ahead: int, seconds: float) -> tuple[float, fl
     def replay(graphs: CudaGraphs) -> None:
         with torch.cuda.stream(graphs._stream):
             graphs.ahead = ahead
-            for _ in range(4):
-                graphs.replay("step")
-            torch.cuda.current_stream().synchronize()
+            try:
+                for _ in range(4):
+                    graphs.replay("step")
+                torch.cuda.current_stream().synchronize()
+            except BaseException:
+                start.abort()  # or the others would wait for this one for ever
+                raise
             start.wait()
             end, before, count = time.perf_counter() + seconds, time.thread_time(), 0
             while time.perf_counter() < end:
