@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,10 +23,9 @@ class FakeGraphs:
         self.work: dict[Any, Callable[[], None]] = {}
         self.gradients: dict[Any, list[Tensor]] = {}
 
-    @contextlib.contextmanager
-    def warm_up(self) -> Iterator[None]:
+    def warm_up(self, work: Callable[[], None]) -> None:
         with step.gpu.alone():
-            yield
+            work()
 
     def record(self, key: Any, work: Callable[[], None]) -> None:
         assert key not in self.work
