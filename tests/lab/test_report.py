@@ -20,7 +20,7 @@ from normmatters.lab.experiments import load_cell
 from normmatters.lab.paper import EXPERIMENTS
 from normmatters.lab.report import collect, judge_all, write_report
 from normmatters.lab.report.collect import differences
-from normmatters.lab.report.figures import Chart, Series, legend_key, svg
+from normmatters.lab.report.figures import Chart, Series, legend_key, png, svg
 from normmatters.lab.report.html import charts
 from normmatters.lab.report.judge import judge
 
@@ -512,6 +512,23 @@ def test_the_line_is_where_the_numbers_are() -> None:
     assert steps_y[0] > 20
     assert "a &amp; b" in text
     assert "prefers-color-scheme:dark" in svg(chart, standalone=True)
+
+
+def test_a_png_has_the_ticks_of_the_svg_and_its_label_inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    drawn = []
+    plain = FigureCanvasAgg.print_png
+    monkeypatch.setattr(FigureCanvasAgg, "print_png", lambda self, *args: (drawn.append(self), plain(self, *args)))
+    points = tuple((float(e), y, y, y) for e, y in enumerate((65.0, 20.0, 9.0), 1))
+    chart = Chart("t", "validation error", (Series("a", points, 0),), log=True, unit="%")
+    png(chart, tmp_path / "t.png")
+    (canvas,) = drawn
+    (axes,) = canvas.figure.axes
+    labels = [label.get_text() for label in axes.get_yticklabels(which="both")]
+    assert labels == ["10", "20", "50"]
+    assert all(f">{label}</text>" in svg(chart) for label in labels)
+    assert axes.yaxis.label.get_window_extent(canvas.get_renderer()).x0 >= 0
 
 
 _CHROMIUM = next((p for n in ("chromium", "chromium-browser", "google-chrome") if (p := shutil.which(n))), None)

@@ -199,15 +199,19 @@ def png(chart: Chart, path: Path) -> None:
     for s in chart.series:
         if not s.points:
             continue
-        x, mean, low, high = zip(*s.points, strict=True)
+        x, mean, least, most = zip(*s.points, strict=True)
         dash = _dash(s.slot)
         style = (0, tuple(float(d) for d in dash.split())) if dash else "-"
         axes.plot(x, mean, color=LIGHT[s.slot % 6], linestyle=style, linewidth=1.7, label=s.label)
-        axes.fill_between(x, low, high, color=LIGHT[s.slot % 6], alpha=0.13, linewidth=0)
+        axes.fill_between(x, least, most, color=LIGHT[s.slot % 6], alpha=0.13, linewidth=0)
     axes.set(title=chart.title, xlabel="epoch", ylabel=chart.axis)
+    low, high = _y_range(chart)
     if chart.log:
         axes.set_yscale("log")
-    axes.set_ylim(*_y_range(chart))
+    ticks = _ticks(low, high, chart.log)
+    axes.set_yticks(ticks, [_number(tick) for tick in ticks])
+    axes.set_yticks([], minor=True)  # a logarithmic axis writes its own between them, as 6 × 10¹
+    axes.set_ylim(low, high)
     axes.grid(axis="y", color="#e3e7ec")
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8.5)
