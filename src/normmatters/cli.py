@@ -127,6 +127,10 @@ def reproduce(
     out: Annotated[Path, typer.Option(help="Where run folders and the report go; the preset's name is added.")] = Path(
         "runs"
     ),
+    published: Annotated[
+        Path | None,
+        typer.Option(help="Results that `publish` keeps: what is there is not run again, and is in the report."),
+    ] = None,
     sets: Sets = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would run, and stop.")] = False,
 ) -> None:
@@ -147,7 +151,10 @@ def reproduce(
     chosen = list(dict.fromkeys(experiment_names() if "all" in names else names))
     out = out / preset
     seeds = seeds or _DEFAULT_SEEDS.get(preset, 1)
-    plan_jobs = plan(chosen, preset, out, seeds=seeds, overrides=sets or (), data=data)
+    if published is not None and not published.is_dir():
+        raise ValueError(f"--published {published}: no such folder")
+    kept = published / preset if published and (published / preset).is_dir() else None
+    plan_jobs = plan(chosen, preset, out, seeds=seeds, overrides=sets or (), data=data, published=kept)
     waiting = [job for job in plan_jobs if job.state == "waiting"]
     console = Console()
     console.print(_overview(plan_jobs, out), highlight=False)
@@ -173,10 +180,11 @@ def reproduce(
             _stopped()
     from normmatters.lab.report import write_report
 
-    folders = [job.folder for job in plan_jobs if (job.folder / "config.json").exists()]
-    if folders:
+    runs = [job.folder for job in plan_jobs if (job.folder / "config.json").exists()]
+    runs += [job.published for job in plan_jobs if job.published and job.folder not in runs]
+    if runs:
         command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
-        _tell(console, write_report(folders, out / "report", command=command))
+        _tell(console, write_report(runs, out / "report", command=command))
     if failed:
         console.print(f"[bold red]{len(failed)} of {len(plan_jobs)} runs did not finish:[/]", highlight=False)
         _list_failed(console, failed)

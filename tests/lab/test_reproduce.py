@@ -17,6 +17,7 @@ from normmatters import cli
 from normmatters.lab.config import to_json
 from normmatters.lab.experiments import load_cell
 from normmatters.lab.memory import check_memory, need_bytes
+from normmatters.lab.publish import publish
 from normmatters.lab.report import write_report
 from normmatters.lab.reproduce import Job, Runner, plan
 
@@ -212,3 +213,34 @@ def test_an_interrupt_that_a_callback_swallows_still_ends_the_runs(tmp_path: Pat
         Runner(jobs).run(swallow)
     assert jobs[0].state == "waiting"
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_published_runs_are_not_run_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sets, results = ["optim.epochs=1", *MICRO[1:]], tmp_path / "results"
+    cells = ["fig1/wd_on", "fig1/wd_off"]
+    assert Runner(plan(cells, "quick", tmp_path / "quick", overrides=sets)).run() == []
+    publish([tmp_path / "quick"], results / "quick")
+
+    def states(*names: str, seeds: int = 1) -> dict[tuple[str, int], str]:
+        jobs = plan(names, "quick", tmp_path / "new", seeds=seeds, overrides=sets, published=results / "quick")
+        return {(job.id, job.seed): job.state for job in jobs}
+
+    assert states(*cells, seeds=2) == {
+        (id, seed): "waiting" if seed else "done" for id in ("fig1/wd_on", "fig1/wd_off") for seed in (0, 1)
+    }
+    # the norms that a run needs of another one are in its folder alone
+    assert states(*cells, "fig1/corrected") == {
+        ("fig1/wd_on", 0): "waiting",
+        ("fig1/wd_off", 0): "done",
+        ("fig1/corrected", 0): "waiting",
+    }
+    with pytest.raises(ValueError, match=r"seed0\.run\.jsonl: a published run of other settings \(optim\.lr"):
+        plan(cells, "quick", tmp_path / "new", overrides=[*sets, "optim.lr=0.3"], published=results / "quick")
+    options = [word for s in sets for word in ("--set", s)]
+    words = ["reproduce", *cells, "--seeds", "1", "--device", "cpu", *options, "--out", str(tmp_path / "again")]
+    cli.app([*words, "--published", str(results)], standalone_mode=False)
+    assert "2 runs of 2 cells" in capsys.readouterr().out
+    assert not list((tmp_path / "again").rglob("config.json"))
+    assert "WD off" in (tmp_path / "again" / "quick" / "report" / "report.md").read_text()
+    with pytest.raises(ValueError, match="no such folder"):
+        cli.app([*words, "--published", str(tmp_path / "absent")], standalone_mode=False)

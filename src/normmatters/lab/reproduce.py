@@ -21,6 +21,7 @@ from normmatters.lab import config as _config
 from normmatters.lab.config import TEXT, RunConfig
 from normmatters.lab.experiments import check_data, check_preset, load_cell, load_cells
 from normmatters.lab.memory import check_memory
+from normmatters.lab.report.collect import PUBLISHED, read_published
 from normmatters.lab.runlog import RunFolder, has_results
 from normmatters.lab.worker import Worker, Workers
 
@@ -40,6 +41,7 @@ class Job:
     state: State = "waiting"
     reason: str = ""
     alone: bool = False  # it failed in a thread beside others
+    published: Path | None = None  # the file that stands for it where it is done and has no folder
     worker: Worker | None = field(default=None, repr=False)
 
     @property
@@ -75,11 +77,14 @@ def plan(
     seeds: int = 1,
     overrides: Iterable[str] = (),
     data: str | None = None,
+    published: str | Path | None = None,
 ) -> list[Job]:
     """All runs of the experiments (or cells: ``fig1/wd_on``), each once, those that others need first.
 
-    Finished ones are marked ``done``. ``data`` replaces the set of images (or of text) by another one of its kind. A
-    folder that holds a run of other settings is an error: nothing is overwritten and nothing is mixed.
+    Finished ones are marked ``done``, and so are those that ``publish`` has written below ``published``, unless a run
+    that is still to be made needs their recorded norms, which are not published. ``data`` replaces the set of images
+    (or of text) by another one of its kind. A folder or file of a run of other settings is an error: nothing is
+    overwritten and nothing is mixed.
     """
     if seeds < 1:
         raise ValueError(f"seeds must be at least 1, got {seeds}")
@@ -119,7 +124,26 @@ def plan(
         raise ValueError(f"data: {data!r} is {kind}, which no cell of {', '.join(experiments)} is trained on")
     for job in jobs.values():
         _check_folder(job)
+    if published is not None:
+        _skip_published(list(jobs.values()), Path(published))
     return list(jobs.values())
+
+
+def _skip_published(jobs: list[Job], results: Path) -> None:
+    waiting = [job for job in jobs if job.state == "waiting"]
+    for job in waiting:
+        config = job.config
+        file = results / config.experiment / config.cell / f"seed{config.seed}{PUBLISHED}"
+        if not file.exists():
+            continue
+        found = read_published(file)
+        if differs := _config.differences(_config.from_dict(found.config, str(file)), config):
+            raise ValueError(f"{file}: a published run of other settings ({', '.join(differs)}); leave it out")
+        job.published = file
+    needed = {job.needs for job in waiting if job.published is None}
+    for job in waiting:
+        if job.published is not None and job.folder not in needed:
+            job.state = "done"
 
 
 def _check_folder(job: Job) -> None:

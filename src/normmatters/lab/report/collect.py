@@ -227,7 +227,9 @@ def collect(paths: Iterable[str | Path]) -> Collection:
     for path in map(Path, paths):
         if not path.exists():
             raise ValueError(f"{path}: no such folder")
-        found = sorted({p.parent for p in path.rglob("config.json")} | {*path.rglob(f"*{PUBLISHED}")})
+        found = [path]
+        if not path.name.endswith(PUBLISHED):
+            found = sorted({p.parent for p in path.rglob("config.json")} | {*path.rglob(f"*{PUBLISHED}")})
         if not found:
             raise ValueError(f"{path}: no run folders below it (a run folder has a config.json)")
         known = {r.path.resolve() for r in runs}
