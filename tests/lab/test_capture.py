@@ -12,7 +12,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import normmatters as nm
+from normmatters.kernels import backends
 from normmatters.lab.capture import all_at_once
+from normmatters.lab.config import ModelConfig
+from normmatters.lab.models import build_image_model
 
 
 class _Count(TorchDispatchMode):
@@ -88,3 +91,36 @@ def test_an_error_inside_leaves_the_model_as_it_was() -> None:
         raise ZeroDivisionError
     assert all(p is before[name] for name, p in net.named_parameters())
     assert int(net.features[1].num_batches_tracked) == 0  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("model", [{"norm": "l1"}, {"norm": "topk"}, {"norm": "l2"}, {"weight_norm": "wn"}], ids=str)
+def test_a_capture_launches_the_kernels_of_the_steps_before_it(
+    model: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All other runs wait for a capture, and to compile eight kernels in one took eight seconds."""
+    pytest.importorskip("triton")
+    from normmatters.kernels.triton.launch import Launch
+
+    launched: set[Any] = set()
+
+    def note(self: Launch, tensors: tuple[Tensor, ...], numbers: tuple[float, ...] = ()) -> None:
+        launched.add((id(self.kernel), str(self.constants), str(self.options), *(t.dtype for t in tensors)))
+
+    monkeypatch.setattr(backends, "INTERPRETED", True)
+    monkeypatch.setattr(Launch, "__call__", note)
+    net = build_image_model(ModelConfig(name="resnet8", **model), channels=3, classes=10, size=16)
+    net = net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    x = torch.randn(16, 3, 16, 16).to(memory_format=torch.channels_last)
+
+    def step() -> set[Any]:
+        launched.clear()
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            loss = net(x).float().square().mean()
+        loss.backward()
+        return set(launched)
+
+    eager = step()
+    with all_at_once(net, torch.bfloat16):
+        captured = step()
+    assert len(eager) > 5
+    assert captured == eager

@@ -1,8 +1,9 @@
 """Fewer kernels in a captured step: what a network does layer by layer, done for all layers at once.
 
 A CIFAR network's kernels take a few microseconds each, so their number is its time. ResNet-56 under autocast casts
-57 weights to half, casts 57 gradients back and counts a batch 57 times: 171 launches that become three. The numbers
-are the same, bit for bit. Only a capture can do this: it runs the Python once and puts everything back.
+57 weights to half, casts 57 gradients back and, where its norms are torch's, counts a batch 57 times (the kernels of
+ours count by themselves): 171 launches that become three. The numbers are the same, bit for bit. Only a capture can do
+this: it runs the Python once and puts everything back.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from normmatters.lab.models.conv import SmallConv2d
 
@@ -26,7 +27,8 @@ def all_at_once(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
     ``dtype`` is autocast's, None without autocast. Afterwards the parameters have the
     passes' gradients in place of any older ones.
     """
-    norms = [m for m in model.modules() if isinstance(m, _NormBase) and m.momentum is not None]
+    # Not of our norms: a kernel that counts none would be another one than the steps before it have compiled.
+    norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.momentum is not None]
     counters = {m: m.num_batches_tracked for m in norms if m.num_batches_tracked is not None}
     weights = [] if dtype is None else _cast_weights(model)
     masters = [parameters[name] for parameters, name in weights]
