@@ -87,13 +87,10 @@ def _graph(norm: str, name: str, batch: int) -> CudaGraphs:
         optimizer.step()
 
     graphs = CudaGraphs(torch.device("cuda"))  # with a stream of its own
-
-    def warm_up() -> None:
+    with graphs.warm_up():
         for _ in range(3):
             gradients()
             optimizer.step()
-
-    graphs.warm_up(warm_up)
     graphs.record("step", step)
     graphs.works_on = model, optimizer, images, labels  # type: ignore[attr-defined]  # a graph has addresses alone
     return graphs

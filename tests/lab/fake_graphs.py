@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -23,9 +24,10 @@ class FakeGraphs:
         self.work: dict[Any, Callable[[], None]] = {}
         self.gradients: dict[Any, list[Tensor]] = {}
 
-    def warm_up(self, work: Callable[[], None]) -> None:
+    @contextlib.contextmanager
+    def warm_up(self) -> Iterator[None]:
         with step.gpu.alone():
-            work()
+            yield
 
     def record(self, key: Any, work: Callable[[], None]) -> None:
         assert key not in self.work

@@ -157,7 +157,6 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> type[_Watched]:
             plain(*args, **options)
 
     monkeypatch.setattr(worker, "_train", watching)
-    monkeypatch.setattr(trainer, "set_up_thread", lambda work: work())  # where it is watched, too
     _Watched.overlapping, _Watched.threads, _Recorder.collects = [], set(), set()
     return _Watched
 

@@ -10,13 +10,11 @@ from collections.abc import Callable, Hashable, Iterator
 import torch
 
 from normmatters.lab.gate import gpu
-from normmatters.lab.one_thread import OneThread
 
 __all__ = ["CudaGraphs", "own_stream", "step_graphs"]
 
 _AHEAD = 4  # replays between the marks at which the host waits until the device has reached the mark before
 _mine = threading.local()
-_one_thread = OneThread("graphs")
 
 
 class CudaGraphs:
@@ -39,36 +37,29 @@ class CudaGraphs:
         self._mark = torch.cuda.Event(blocking=True)
         self._count = 0
 
-    def warm_up(self, work: Callable[[], None]) -> None:
-        """Do ``work``, which is not recorded but prepares for it: it compiles kernels and tries out convolutions.
+    @contextlib.contextmanager
+    def warm_up(self) -> Iterator[None]:
+        """What runs inside is not recorded, but prepares for it: it compiles kernels and tries out convolutions.
 
         One run at a time: the next finds them ready, and none of them is timed beside another.
         """
         current = torch.cuda.current_stream(self._stream.device)
-
-        def prepare() -> None:
+        with gpu.alone():
             self._stream.wait_stream(current)
             with torch.cuda.stream(self._stream):
-                work()
+                yield
             current.wait_stream(self._stream)
-
-        with gpu.alone():
-            _one_thread(prepare)
 
     def record(self, key: Hashable, work: Callable[[], None]) -> None:
         """Record ``work``, which does nothing by that."""
         graph = torch.cuda.CUDAGraph()
         # thread_local: a thread that reads images ahead may go on to pin memory
         recording = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
-
-        def capture() -> None:
-            with torch.cuda.device(self._stream.device), recording:
-                work()
-
         with gpu.alone(), _no_collection():
             if self._generator is not None:
                 graph.register_generator_state(self._generator)
-            _one_thread(capture)
+            with recording:
+                work()
         self._graphs[key] = graph
 
     def replay(self, key: Hashable) -> None:

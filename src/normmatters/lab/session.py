@@ -17,7 +17,6 @@ import torch.distributed as dist
 from normmatters.lab import checkpoint
 from normmatters.lab.config import RunConfig
 from normmatters.lab.data import Shard
-from normmatters.lab.one_thread import OneThread
 
 
 def process_group(config: RunConfig) -> tuple[torch.device, Shard]:
@@ -43,7 +42,6 @@ def process_group(config: RunConfig) -> tuple[torch.device, Shard]:
 # state, and a checkpoint sets it. After that none draws from it: dropout has a generator of its run's own.
 # A run takes this before it enters the gate (``gate.py``), never inside it.
 setting_up = threading.Lock()
-set_up_thread = OneThread("set-up")  # not that of the graphs: who makes one waits until nobody is in the gate
 
 
 def seed_everything(seed: int) -> None:

@@ -79,16 +79,15 @@ class Stepper:
         gpu.pause()
         self.regime.before_step(step)
         if self._graphs is None or self._steps is None:
-            self._step(batch)
+            self._forward_backward(batch)
+            self._optimizer_step()
         elif self._steps.is_new(batch) or self._warm < WARM_UP:
             self._warm += 1
-            self._graphs.warm_up(lambda: self._step(batch))
+            with self._graphs.warm_up():
+                self._forward_backward(batch)
+                self._optimizer_step()
         else:
             self._replay(self._steps, batch)
-
-    def _step(self, batch: Any) -> None:
-        self._forward_backward(batch)
-        self._optimizer_step()
 
     def release(self) -> None:
         """No step comes after this."""
@@ -148,6 +147,7 @@ class Evaluation:
         self.sums = torch.zeros(3, dtype=torch.float64, device=next(model.parameters()).device)
         self._replays = _Replays(graphs, "evaluation", self._measure) if graphs is not None else None
 
+    @torch.no_grad()
     def __call__(self, batches: Iterable[Any]) -> Tensor:
         self.model.eval()
         self.sums.zero_()
@@ -156,12 +156,12 @@ class Evaluation:
             if self._graphs is None or self._replays is None:
                 self._measure(batch)
             elif self._replays.is_new(batch):
-                self._graphs.warm_up(lambda batch=batch: self._measure(batch))  # type: ignore[misc]
+                with self._graphs.warm_up():
+                    self._measure(batch)
             else:
                 self._replays(batch)
         return self.sums
 
-    @torch.no_grad()  # here, as threads differ in it
     def _measure(self, batch: Any) -> None:
         with self.arithmetic():
             self.sums.add_(self.objective.measure(self.model, batch, smooth=False)[1])

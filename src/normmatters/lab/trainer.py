@@ -26,14 +26,7 @@ from normmatters.lab.models.dropout import draw_from
 from normmatters.lab.objective import Classification, Objective, Translation
 from normmatters.lab.regimes import Regime, build_regime, find_invariant, find_recording
 from normmatters.lab.runlog import RunError, RunFolder, RunResult, why, write_atomic
-from normmatters.lab.session import (
-    first_process_first,
-    process_group,
-    seed_everything,
-    set_up_thread,
-    setting_up,
-    settings,
-)
+from normmatters.lab.session import first_process_first, process_group, seed_everything, setting_up, settings
 from normmatters.lab.step import Arithmetic, Evaluation, Stepper
 from normmatters.lab.translate import bleu, translate
 from normmatters.nn.sync import convert_sync_batchnorm
@@ -95,15 +88,10 @@ def train(
             if shard.rank == 0:
                 folder.start(config, device, fresh=not resume)
             with settings(config, device):
-                stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-
-                def set_up() -> tuple[_Run, int]:
-                    with setting_up, gpu.together(), torch.cuda.stream(stream):  # None is no stream, and does nothing
-                        seed_everything(config.seed)
-                        run = _Run(config, folder, device, shard, data_dir, reference_dir)
-                        return run, run.resume()
-
-                run, start = set_up_thread(set_up)
+                with setting_up, gpu.together():
+                    seed_everything(config.seed)
+                    run = _Run(config, folder, device, shard, data_dir, reference_dir)
+                    start = run.resume()
                 with gpu.together():
                     try:
                         return run.loop(start, progress if progress and shard.rank == 0 else (lambda _: None))
