@@ -19,7 +19,7 @@ from normmatters.lab.config import to_json
 from normmatters.lab.experiments import load_cell
 from normmatters.lab.paper import EXPERIMENTS
 from normmatters.lab.report import collect, judge_all, write_report
-from normmatters.lab.report.collect import differences
+from normmatters.lab.report.collect import describe, differences
 from normmatters.lab.report.figures import Chart, Series, legend_key, svg
 from normmatters.lab.report.html import charts
 from normmatters.lab.report.judge import judge
@@ -349,6 +349,24 @@ def test_runs_of_your_own_get_a_section(tmp_path: Path) -> None:
     assert "My &lt;try&gt;" in page
     assert "97.00 %" in page
     assert report.verdicts == ()
+
+
+def test_a_translation_of_your_own_is_measured_by_perplexity(tmp_path: Path) -> None:
+    """It was by the share of right tokens, of which the table said only "%", beside a figure of perplexities."""
+    folder = write_run(tmp_path, "supp2/ln", ppl=7.25)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"experiment": "mine", "label": "My LSTM"}))
+    report = write_report([tmp_path], tmp_path / "out", images=False)
+    assert "| My LSTM | – | 7.25 perplexity | 1 |" in report.markdown.read_text()
+    assert "7.25 perplexity" in report.html.read_text()
+
+
+def test_an_lstm_has_as_many_layers_as_it_is_said_to_have(tmp_path: Path) -> None:
+    write_run(tmp_path, "supp2/ln")
+    here = describe(collect([tmp_path]).results["supp2/ln"].config)["network"]
+    assert here == "1-layer LSTM with attention (d_model 48)"  # "2-layer LSTM with attention (layers 1, ...)"
+    full = json.loads(to_json(load_cell("supp2/ln").config("full")))
+    assert describe(full)["network"] == "2-layer LSTM with attention"
 
 
 def test_an_experiment_may_be_called_anything(tmp_path: Path) -> None:

@@ -251,8 +251,10 @@ def collect(paths: Iterable[str | Path]) -> Collection:
     }
     for id, group in by_cell.items():
         if id not in cells:
-            label = str(group[0].config.get("label") or group[0].config["cell"])
-            results[id] = Result(Cell(id, label, group[0].path, {}, {}, Paper()), tuple(group))
+            config = group[0].config
+            paper = Paper("ppl" if config["data"]["name"] in _config.TEXT else "accuracy")
+            cell = Cell(id, config["label"] or config["cell"], group[0].path, {}, {}, paper)
+            results[id] = Result(cell, tuple(group))
     return Collection(results, tuple(runs))
 
 
@@ -323,7 +325,6 @@ _DATA = {
 _MODELS = {
     "small_cnn": "a small convnet",
     "vgg11": "VGG11",
-    "lstm": "2-layer LSTM with attention",
     "transformer": "Transformer base",
     "transformer_small": "a small Transformer",
 }
@@ -345,6 +346,8 @@ def describe(config: dict[str, Any]) -> dict[str, str]:
     network = str(model["name"])
     network = _MODELS.get(network, network.replace("resnet", "ResNet-"))
     sizes = {key: model[key] for key in ("width", "layers", "d_model")}
+    if network == "lstm":
+        network = f"{sizes.pop('layers') or 2}-layer LSTM with attention"
     extra = [f"{k} {v:g}" for k, v in sizes.items() if v is not None and (k, v) != ("width", 1.0)]
     milestones = ", ".join(f"{m:g}" for m in optim["milestones"])
     drops = f", ÷{1 / optim['gamma']:g} at {milestones}" if milestones and optim["schedule"] == "step" else ""
