@@ -361,6 +361,15 @@ def test_a_translation_of_your_own_is_measured_by_perplexity(tmp_path: Path) -> 
     assert "7.25 perplexity" in report.html.read_text()
 
 
+def test_the_regimes_of_cells_with_the_same_label_are_all_told(tmp_path: Path) -> None:
+    """Figure 2 has an "L2" of ResNet-18 and one of ResNet-50, whose network was said to be that of all."""
+    for cell in ("resnet18_l2", "resnet50_l2"):
+        write_run(tmp_path, f"fig2/{cell}", preset="full")
+    page = write_report([tmp_path], tmp_path / "out", images=False).html.read_text()
+    told = "L2 (resnet18_l2): ResNet-18; L2 (resnet50_l2): ResNet-50"
+    assert f"<tr><td>Network</td><td>{told}</td></tr>" in page
+
+
 def test_an_lstm_has_as_many_layers_as_it_is_said_to_have(tmp_path: Path) -> None:
     write_run(tmp_path, "supp2/ln")
     here = describe(collect([tmp_path]).results["supp2/ln"].config)["network"]

@@ -287,7 +287,11 @@ def _cell(r: Result, name: str, head: str, setting: str = "") -> str:
 
 def _regimes(results: dict[str, Result]) -> str:
     """The settings of every cell, those that are the same in all of them said once."""
-    described = {r.cell.label: {**describe(r.config), **_special(r)} for r in results.values()}
+    count = Counter(r.cell.label for r in results.values())
+    described = {  # Figure 2 has an "L2" of each network
+        r.cell.label if count[r.cell.label] == 1 else f"{r.cell.label} ({name})": {**describe(r.config), **_special(r)}
+        for name, r in results.items()
+    }
     if not described:
         return ""
     keys = list(dict.fromkeys(k for words in described.values() for k in words))
