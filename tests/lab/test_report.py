@@ -21,7 +21,7 @@ from normmatters.lab.paper import EXPERIMENTS
 from normmatters.lab.report import collect, judge_all, write_report
 from normmatters.lab.report.collect import describe, differences
 from normmatters.lab.report.figures import Chart, Series, legend_key, svg
-from normmatters.lab.report.html import charts
+from normmatters.lab.report.html import charts, slots
 from normmatters.lab.report.judge import judge
 
 EQUAL = Claim("E2", "equal", "equal", "fig2/resnet18_l1", "fig2/resnet18_l2", 0.3)
@@ -510,6 +510,13 @@ def test_a_finished_run_that_lost_epochs_is_told(tmp_path: Path) -> None:
     (folder / "metrics.jsonl").write_bytes(b"".join(lines[:4]))
     with pytest.raises(ValueError, match=r"seed0: finished with 6 epochs, but 4 are left .* remove summary.json"):
         collect([tmp_path])
+
+
+def test_a_cell_has_one_look_in_all_panels_and_in_the_table() -> None:
+    """The table's key of bounded weight norm in an LSTM was the line of no norm at all."""
+    for e in EXPERIMENTS:
+        for panel in e.panels:
+            assert {name: slots(e)[name] for name in panel.cells} == {name: i for i, name in enumerate(panel.cells)}
 
 
 def test_no_two_lines_of_a_panel_look_alike() -> None:
