@@ -351,6 +351,14 @@ def test_runs_of_your_own_get_a_section(tmp_path: Path) -> None:
     assert report.verdicts == ()
 
 
+def test_every_device_that_ran_is_named(tmp_path: Path) -> None:
+    """The first run's was said to be that of the whole report."""
+    for seed, device in enumerate(("cpu", "NVIDIA H200", "cpu")):
+        write_run(tmp_path, "fig1/wd_on", seed=seed, device=device)
+    report = write_report([tmp_path], tmp_path / "out", images=False)
+    assert "Device: cpu, NVIDIA H200 · torch: 2.13.0 ·" in report.markdown.read_text()
+
+
 def test_a_translation_of_your_own_is_measured_by_perplexity(tmp_path: Path) -> None:
     """It was by the share of right tokens, of which the table said only "%", beside a figure of perplexities."""
     folder = write_run(tmp_path, "supp2/ln", ppl=7.25)

@@ -51,19 +51,22 @@ def page(collection: Collection, verdicts: Sequence[Verdict], not_run: str = "",
 
 def facts(collection: Collection) -> dict[str, str]:
     """What the whole report rests on: how many runs, on which data, where, and how long."""
-    env = next((r.environment for r in collection.runs if r.environment), {})
-    data = Counter(describe(r.config)["data"] for r in collection.runs)
+
+    def all_of(key: str) -> str:
+        return ", ".join(dict.fromkeys(str(r.environment[key]) for r in collection.runs if r.environment.get(key)))
+
+    data = dict.fromkeys(describe(r.config)["data"] for r in collection.runs)
     seeds = sorted({r.seed for r in collection.runs})
     seconds = sum(float(row.get("seconds") or 0) for r in collection.runs for row in r.metrics)
     found = {
         "Runs": f"{len([r for r in collection.runs if r.finished or r.diverged])} of {len(collection.runs)}",
         "Seeds": f"{len(seeds)}",
         "Data": ", ".join(data),
-        "Device": str(env.get("device") or "unknown"),
-        "torch": str(env.get("torch") or "unknown"),
+        "Device": all_of("device"),
+        "torch": all_of("torch"),
         "Training time": f"{seconds / 3600:.1f} h" if seconds >= 3600 else f"{seconds / 60:.1f} min",
     }
-    return {k: v for k, v in found.items() if v != "unknown"}
+    return {k: v for k, v in found.items() if v}
 
 
 def experiments_of(collection: Collection) -> list[Experiment]:
