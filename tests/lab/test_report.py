@@ -485,6 +485,22 @@ def test_images_of_your_own_are_not_imagenet(tmp_path: Path) -> None:
     assert differences(collection.results.values()) == [("data", "birds", "ImageNet")]
 
 
+@pytest.mark.parametrize(
+    ("cell", "folder", "told"),
+    [
+        ("fig2/resnet18_l2", ".", "images"),  # what --data-dir names itself
+        ("fig2/resnet18_l2", "imagenet/", "ImageNet"),
+        ("supp2/ln", "wmt14/", "WMT14 de-en"),
+        ("supp2/ln", ".", "parallel text de-en"),
+        ("supp2/ln", None, "Multi30k de-en"),  # the usual folder
+    ],
+)
+def test_a_data_set_is_called_by_its_folder(cell: str, folder: str | None, told: str) -> None:
+    config = json.loads(to_json(load_cell(cell).config("full")))
+    config["data"]["dir"] = folder
+    assert describe(config)["data"] == told
+
+
 def test_more_digits_than_there_are_leave_a_validation_set(tmp_path: Path) -> None:
     folder = write_run(tmp_path, "fig1/wd_on")
     config = json.loads((folder / "config.json").read_text())

@@ -332,7 +332,7 @@ _MODELS = {
 
 def _own_images(data: dict[str, Any]) -> str:
     """The name of a folder of images of the user's own; empty for ImageNet and all other sets."""
-    folder = Path(data["dir"] or "imagenet").name
+    folder = Path(data["dir"] or "imagenet").name or "images"  # "." has no name
     return folder if data["name"] == "imagefolder" and folder != "imagenet" else ""
 
 
@@ -341,7 +341,7 @@ def describe(config: dict[str, Any]) -> dict[str, str]:
     data, model, optim = config["data"], config["model"], config["optim"]
     name = _own_images(data) or data["name"]
     if data["name"] == "text":
-        folder = str(data["dir"] or "parallel text").rpartition("/")[2]
+        folder = Path(data["dir"] or "multi30k").name or "parallel text"
         name = {"wmt14": "WMT14", "multi30k": "Multi30k"}.get(folder, folder) + f" {data['source']}-{data['target']}"
     network = str(model["name"])
     network = _MODELS.get(network, network.replace("resnet", "ResNet-"))
