@@ -115,6 +115,19 @@ def test_pages_are_redrawn_from_the_files_alone(tmp_path: Path) -> None:
     assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
 
 
+def test_a_damaged_run_leaves_every_page_as_it_was(tmp_path: Path) -> None:
+    """The presets before its own had been redrawn when it was told."""
+    for preset in ("short", "cifar"):
+        write_run(tmp_path / preset, "supp1/resnet56_with_c", preset=preset)
+        publish([tmp_path / preset], tmp_path / "results" / preset)
+    (file,) = (tmp_path / "results" / "cifar").rglob("*.run.jsonl")
+    file.write_text("{")
+    with pytest.raises(ValueError, match="line 1: not JSON"):
+        redraw(tmp_path / "results")
+    assert {p.name for p in (tmp_path / "results").iterdir()} == {"short", "cifar"}
+    assert not list((tmp_path / "results").rglob("report"))
+
+
 def test_an_overview_tells_a_claim_once_from_its_longest_runs(tmp_path: Path) -> None:
     results, page = tmp_path / "results", tmp_path / "page.md"
     for preset, gap in (("short", 1.0), ("cifar", 3.0)):

@@ -18,7 +18,7 @@ from typing import Any
 from normmatters.lab import config as _config
 from normmatters.lab.claims import CLAIMS, Claim
 from normmatters.lab.experiments import PRESETS
-from normmatters.lab.report import Report, collect, write_report
+from normmatters.lab.report import Report, collect, draw
 from normmatters.lab.report.collect import PUBLISHED, Result, Run, describe, read_published
 from normmatters.lab.report.html import experiments_of
 from normmatters.lab.runlog import write_atomic
@@ -102,9 +102,8 @@ def redraw(results: str | Path, pages: Iterable[str | Path] = ()) -> list[Report
     if not presets:  # and another README.md may be there
         raise ValueError(f"{results}: no published runs below it; `normmatters publish RUNS` adds some")
     texts = {Path(page): _parts(Path(page)) for page in pages}
-    reports = [
-        write_report([results / p], results / p / "report", command="make report", images=False) for p in presets
-    ]
+    read = {preset: collect([results / preset]) for preset in presets}
+    reports = [draw(runs, results / p / "report", command="make report", images=False) for p, runs in read.items()]
     named = list(zip(presets, reports))
     write_atomic(results / "README.md", "\n".join([_ABOUT, *(_overview(p, r) for p, r in named)]).encode())
     for page, parts in texts.items():

@@ -15,7 +15,7 @@ from normmatters.lab.report.judge import Verdict, judge_all, not_run
 from normmatters.lab.report.markdown import markdown
 from normmatters.lab.runlog import write_atomic
 
-__all__ = ["Collection", "Report", "Verdict", "collect", "judge_all", "write_report"]
+__all__ = ["Collection", "Report", "Verdict", "collect", "draw", "judge_all", "write_report"]
 
 _FIGURE = re.compile(r"(\w+)-\d+\.(svg|png)")
 
@@ -41,7 +41,11 @@ def write_report(runs: Iterable[str | Path], out: str | Path, *, command: str = 
     >>> write_report(["runs/quick"], "runs/quick/report").html        # doctest: +SKIP
     PosixPath('runs/quick/report/report.html')
     """
-    collection = collect(runs)
+    return draw(collect(runs), out, command=command, images=images)
+
+
+def draw(collection: Collection, out: str | Path, *, command: str = "", images: bool = True) -> Report:
+    """:func:`write_report` of runs that have been read."""
     verdicts, missing = judge_all(collection), not_run(collection)
     folder = Path(out) / "figures"
     folder.mkdir(parents=True, exist_ok=True)
