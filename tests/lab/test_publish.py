@@ -115,6 +115,19 @@ def test_pages_are_redrawn_from_the_files_alone(tmp_path: Path) -> None:
     assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
 
 
+def test_a_label_may_hold_any_sign(tmp_path: Path) -> None:
+    """U+2028 and U+0085 end a line for Python, and the file was "not JSON"; a bar ended a cell of the tables."""
+    folder = write_run(tmp_path / "runs", "fig1/wd_on")
+    config = json.loads((folder / "config.json").read_text())
+    label = "|w|\u2028\u0085‖w‖"
+    (folder / "config.json").write_text(json.dumps(config | {"experiment": "mine", "label": label}))
+    publish([tmp_path / "runs"], tmp_path / "results" / "quick")
+    (run,) = collect([tmp_path / "results" / "quick"]).runs
+    assert run.config["label"] == label
+    redraw(tmp_path / "results")
+    assert "| mine | \\|w\\|" in (tmp_path / "results" / "README.md").read_text()
+
+
 def test_a_damaged_run_leaves_every_page_as_it_was(tmp_path: Path) -> None:
     """The presets before its own had been redrawn when it was told."""
     for preset in ("short", "cifar"):
@@ -182,6 +195,9 @@ def test_mistakes_are_told(tmp_path: Path) -> None:
         collect([tmp_path / "quick"])
     file.write_text(lines[0][:50])
     with pytest.raises(ValueError, match="line 1: not JSON"):
+        collect([tmp_path / "quick"])
+    file.write_bytes(b'{"config": "\xff"}\n')
+    with pytest.raises(ValueError, match=r"seed0.run.jsonl, line 1: not JSON: 'utf-8' codec"):
         collect([tmp_path / "quick"])
 
 

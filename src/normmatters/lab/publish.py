@@ -21,6 +21,7 @@ from normmatters.lab.experiments import PRESETS
 from normmatters.lab.report import Report, collect, draw
 from normmatters.lab.report.collect import PUBLISHED, Result, Run, describe, read_published
 from normmatters.lab.report.html import experiments_of
+from normmatters.lab.report.markdown import row
 from normmatters.lab.runlog import write_atomic
 from normmatters.lab.schema import suggest
 
@@ -160,8 +161,8 @@ def _cell(title: str, result: Result) -> str:
     words, here = describe(result.config), result.text(result.cell.paper.metric)
     setting = f"{words['network']} on {words['data']}, {words['epochs']} epochs, {words['precision']}"
     commits = sorted({str(run.environment.get("commit") or "unknown")[:7] for run in result.done})
-    cells = (title, result.cell.label, result.paper_text, here, str(len(result.done)), setting, ", ".join(commits))
-    return f"| {' | '.join(cells)} |"
+    seeds = str(len(result.done))
+    return row(title, result.cell.label, result.paper_text, here, seeds, setting, ", ".join(commits))
 
 
 def _claims(words: str, reports: Sequence[tuple[str, Report]], page: Path) -> str:

@@ -266,13 +266,13 @@ def read_published(path: Path) -> Run:
     """A run that ``publish`` wrote."""
     parts: dict[str, Any] = {"config": None, "environment": {}, "summary": None, "error": None}
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):  # of a str, a label's U+2028 would end one too
         try:
             record = json.loads(line)
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: not JSON: {error}") from None
         if not isinstance(record, dict):
-            raise ValueError(f"{path}, line {number}: expected a JSON object, got {line[:40]}")
+            raise ValueError(f"{path}, line {number}: expected a JSON object, got {json.dumps(record)[:40]}")
         if "epoch" in record:
             rows.append(record)
         else:
