@@ -44,8 +44,9 @@ def load(path: Path) -> RunConfig:
 def test_toml_and_tables(tmp_path: Path) -> None:
     config = from_dict(FULL)
     path = tmp_path / "run.toml"
-    path.write_text(TOML, encoding="utf-8")
-    assert load(path) == config
+    for encoding in ("utf-8", "utf-8-sig"):  # as Windows' editors save it
+        path.write_text(TOML, encoding=encoding)
+        assert load(path) == config
     assert from_dict(to_dict(config)) == config
     assert config.optim.milestones == (20.0, 40.0)
     assert config.data.augment is False

@@ -183,7 +183,7 @@ def read_toml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     if path in seen:
         raise ValueError(f"{path}: extends itself by way of {' -> '.join(p.name for p in seen)}")
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # Windows' editors put a mark at its head
     except FileNotFoundError:
         told = f", which {seen[-1]} extends" if seen else ""
         raise ValueError(f"{path}: no such config file{told}") from None
