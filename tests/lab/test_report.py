@@ -258,6 +258,24 @@ def test_figures_of_an_earlier_report_go(tmp_path: Path) -> None:
     assert {p.name for p in folder.iterdir()} == kept | {p.name for p in report.figures}
 
 
+def test_a_picture_is_replaced_in_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk left half a PNG in place of the last report's."""
+    write_run(tmp_path / "runs", "fig1/wd_on")
+    pictures = [p for p in write_report([tmp_path / "runs"], tmp_path / "out").figures if p.suffix == ".png"]
+    before = [p.read_bytes() for p in pictures]
+    assert all(data.startswith(b"\x89PNG") for data in before)
+    (tmp_path / "runs/fig1/wd_on/seed0/metrics.jsonl").write_text('{"epoch": 1, "val_acc": 50.0}\n')
+
+    def full(path: Path, data: bytes) -> None:
+        if path.suffix == ".png":
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("normmatters.lab.report.write_atomic", full)
+    with pytest.raises(OSError, match="No space"):
+        write_report([tmp_path / "runs"], tmp_path / "out")
+    assert [p.read_bytes() for p in pictures] == before
+
+
 def test_what_differs_from_the_paper_is_said(tmp_path: Path) -> None:
     write_run(tmp_path / "quick", "fig1/wd_on")
     write_run(tmp_path / "cifar", "fig1/wd_on", preset="cifar")

@@ -52,13 +52,12 @@ def draw(collection: Collection, out: str | Path, *, command: str = "", images: 
     figures: list[Path] = []
     for e in experiments_of(collection):
         for i, (_, chart) in enumerate(charts(e, collection)):
-            figures.append(_write(folder / f"{e.name}-{i}.svg", svg(chart, standalone=True, id=f"{e.name}-{i}")))
+            name = f"{e.name}-{i}"
+            figures.append(_write(folder / f"{name}.svg", svg(chart, standalone=True, id=name).encode()))
             if images:
-                path = folder / f"{e.name}-{i}.png"
-                png(chart, path)
-                figures.append(path)
-    html = _write(Path(out) / "report.html", page(collection, verdicts, missing, command))
-    text = _write(Path(out) / "report.md", markdown(collection, verdicts, missing))
+                figures.append(_write(folder / f"{name}.png", png(chart)))
+    html = _write(Path(out) / "report.html", page(collection, verdicts, missing, command).encode())
+    text = _write(Path(out) / "report.md", markdown(collection, verdicts, missing).encode())
     names = experiment_names()
     for path in folder.iterdir():  # there may be pictures of the user's own among them
         ours = _FIGURE.fullmatch(path.name)
@@ -67,6 +66,6 @@ def draw(collection: Collection, out: str | Path, *, command: str = "", images: 
     return Report(html, text, tuple(figures), tuple(verdicts), missing, collection)
 
 
-def _write(path: Path, text: str) -> Path:
-    write_atomic(path, text.encode())
+def _write(path: Path, data: bytes) -> Path:
+    write_atomic(path, data)
     return path

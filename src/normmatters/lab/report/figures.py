@@ -6,13 +6,13 @@ Series differ by colour and by dash, so that no reader depends on colour alone.
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from html import escape
-from pathlib import Path
 
 __all__ = ["DARK", "DASHES", "LIGHT", "Chart", "Series", "legend_key", "png", "svg"]
 
@@ -189,7 +189,7 @@ def _style() -> str:
     return f"{theme(LIGHT, '#24292f', '#e3e7ec', '#ffffff')}{shapes}@media(prefers-color-scheme:dark){{{dark}}}"
 
 
-def png(chart: Chart, path: Path) -> None:
+def png(chart: Chart) -> bytes:
     """The same chart by matplotlib, for places that take no SVG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -211,7 +211,8 @@ def png(chart: Chart, path: Path) -> None:
     axes.grid(axis="y", color="#e3e7ec")
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8.5)
-    FigureCanvasAgg(figure).print_png(path)
+    FigureCanvasAgg(figure).print_png(image := io.BytesIO())
+    return image.getvalue()
 
 
 def _number(value: float) -> str:
