@@ -117,6 +117,8 @@ def test_extends_takes_what_is_not_said(tmp_path: Path) -> None:
         ({"data": {"train_size": -1}}, "data.train_size must be at least 1, got -1"),
         ({"runtime": {"threads": -1}}, "runtime.threads must be at least 1, got -1"),
         ({"model": {"norm": "native"}, "precision": {"arithmetic": "fp16"}}, "precision.arithmetic"),
+        ({"model": {"norm": "none"}, "precision": {"arithmetic": "fp16"}}, "precision.arithmetic"),
+        ({"precision": {"accumulate": "fp16"}}, "precision.accumulate must be unset without precision.arithmetic"),
     ],
 )
 def test_bad_values_say_what_was_expected(table: dict[str, Any], message: str) -> None:

@@ -321,7 +321,11 @@ def _check_values(config: RunConfig, origin: str) -> None:
     if optim.mode == "wd_free":
         need(optim.name == "sgd", "optim.name", "sgd with mode wd_free", optim.name)
     if config.precision.arithmetic is not None:
-        need(model.norm != "native", "model.norm", "one of ours: precision.arithmetic is theirs", model.norm)
+        ours = model.norm not in ("native", "none")
+        need(ours, "model.norm", "one of ours: precision.arithmetic is theirs", model.norm)
+    else:
+        accumulate = config.precision.accumulate
+        need(accumulate is None, "precision.accumulate", "unset without precision.arithmetic", accumulate)
     bounded = model.weight_norm not in ("none", "wn")
     need(model.rho == 1 or bounded, "model.rho", "1 without a bounded weight norm", model.rho)
     scale = model.norm_input_scale
