@@ -554,6 +554,12 @@ def test_a_finished_run_that_lost_epochs_is_told(tmp_path: Path) -> None:
         collect([tmp_path])
 
 
+def test_a_claim_says_what_it_is_about() -> None:
+    """ "… with branches that start at 0" stood below a claim about another network: the one before had no runs."""
+    assert len({claim.text for claim in CLAIMS}) == len(CLAIMS)
+    assert not [claim.text for claim in CLAIMS if claim.text.startswith(("…", "So "))]
+
+
 def test_a_cell_has_one_look_in_all_panels_and_in_the_table() -> None:
     """The table's key of bounded weight norm in an LSTM was the line of no norm at all."""
     for e in EXPERIMENTS:
