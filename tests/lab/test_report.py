@@ -554,6 +554,22 @@ def test_a_finished_run_that_lost_epochs_is_told(tmp_path: Path) -> None:
         collect([tmp_path])
 
 
+def test_a_run_that_diverged_does_not_squeeze_the_others(tmp_path: Path) -> None:
+    """Beside a perplexity of 1e304 those of 5 and 20 were one line, at the foot of the figure."""
+    write_run(tmp_path, "supp2/ln")
+    folder = write_run(tmp_path, "supp2/bwn", diverge=True)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row | {"val_ppl": 1e304}) + "\n" for row in rows))
+    report = write_report([tmp_path], tmp_path / "out", images=False)
+    drawn = next(p for p in report.figures if p.name == "supp2-0.svg").read_text()
+    assert re.findall(r'text-anchor="end">([^<]*)', drawn) == ["5", "10", "20"]
+    assert "Bounded weight norm ends at 1e304" in drawn
+    alone = Chart(
+        "title", "ppl", (Series("a", ((1.0, 2e4, 2e4, 2e4), (2.0, 1e4, 1e4, 1e4)), 0, diverged=True),), log=True
+    )
+    assert ">1e4<" in svg(alone)  # which has a frame if it is the only one
+
+
 def test_a_claim_says_what_it_is_about() -> None:
     """ "… with branches that start at 0" stood below a claim about another network: the one before had no runs."""
     assert len({claim.text for claim in CLAIMS}) == len(CLAIMS)

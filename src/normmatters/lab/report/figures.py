@@ -26,11 +26,15 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 12, 12, 40
 
 @dataclass(frozen=True)
 class Series:
-    """``points`` are (x, mean, low, high); ``slot`` picks colour and dash, so that a cell looks the same everywhere."""
+    """``points`` are (x, mean, low, high); ``slot`` picks colour and dash, so that a cell looks the same everywhere.
+
+    One that ``diverged`` may leave the frame: beside a perplexity of 1e304 all others would be one line.
+    """
 
     label: str
     points: tuple[tuple[float, float, float, float], ...]
     slot: int
+    diverged: bool = False
 
 
 @dataclass(frozen=True)
@@ -52,13 +56,15 @@ class Chart:
 
 def _y_range(chart: Chart) -> tuple[float, float]:
     """All curves' ends and most of their middles; the first steep epochs may leave the frame."""
-    values = sorted(p[1] for s in chart.series for p in s.points if not chart.log or p[1] > 0)
+    drawn = [s for s in chart.series if s.points]
+    framed = [s for s in drawn if not s.diverged] or drawn
+    values = sorted(p[1] for s in framed for p in s.points if not chart.log or p[1] > 0)
     if not values:
         return (0.1, 1.0) if chart.log else (0.0, 1.0)
     if chart.log:
         low, high = values[0], values[-1]
         return (low / 1.15, high * 1.15) if high / low > 1.05 else (low / 1.2, high * 1.2)
-    ends = max(s.points[-1][1] for s in chart.series if s.points)
+    ends = max(s.points[-1][1] for s in framed)
     high = max(values[math.ceil(0.93 * len(values)) - 1], ends)
     low = values[0]
     pad = 0.08 * (high - low) or 0.1 * abs(high) or 1.0
@@ -216,7 +222,7 @@ def png(chart: Chart) -> bytes:
 
 
 def _number(value: float) -> str:
-    if value and (abs(value) < 1e-3 or abs(value) >= 1e5):
+    if value and (abs(value) < 1e-3 or abs(value) >= 1e4):
         mantissa, _, exponent = f"{value:.1e}".partition("e")
         return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
     return f"{value:.4g}"

@@ -97,9 +97,9 @@ def charts(experiment: Experiment, collection: Collection) -> list[tuple[Panel, 
         metric = METRICS[panel.metric]
         curves = {(panel.metric, name) for name in panel.cells if name in results}
         series = tuple(
-            Series(results[name].cell.label, tuple(results[name].curve(panel.metric)), slot)
+            Series(r.cell.label, tuple(r.curve(panel.metric)), slot, r.diverged)
             for slot, name in enumerate(panel.cells)
-            if name in results
+            if (r := results.get(name)) is not None
         )
         title = panel.title + _stand_in(panel, [results[n] for n in panel.cells if n in results])
         chart = Chart(title, metric.label, series, metric.log, metric.unit)
