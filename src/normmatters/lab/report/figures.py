@@ -202,6 +202,9 @@ def png(chart: Chart) -> bytes:
 
     figure = Figure(figsize=(6.4, 4.2))
     axes = figure.add_axes((0.12, 0.12, 0.86, 0.8))
+    if chart.log:
+        axes.set_yscale("log")
+    axes.set_ylim(*_y_range(chart))  # first: matplotlib looks for no limits of its own then, and 1e304 has none
     for s in chart.series:
         if not s.points:
             continue
@@ -211,9 +214,6 @@ def png(chart: Chart) -> bytes:
         axes.plot(x, mean, color=LIGHT[s.slot % 6], linestyle=style, linewidth=1.7, label=s.label)
         axes.fill_between(x, low, high, color=LIGHT[s.slot % 6], alpha=0.13, linewidth=0)
     axes.set(title=chart.title, xlabel="epoch", ylabel=chart.axis)
-    if chart.log:
-        axes.set_yscale("log")
-    axes.set_ylim(*_y_range(chart))
     axes.grid(axis="y", color="#e3e7ec")
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8.5)
