@@ -165,6 +165,17 @@ def test_a_printed_row_lines_up_with_its_head(results: Path) -> None:
     assert noted.endswith("  (no graph)")
 
 
+def test_the_command_tells_what_it_cannot_draw(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = json.loads((results / "layers.json").read_text())
+    other = [{key: value for key, value in row.items() if key != "layout"} for row in data["rows"]]
+    (results / "layernorm.json").write_text(json.dumps({**data, "rows": other}))
+    for name, message in (("absent", "No such file"), ("layernorm", "no rows of fp16, cl, relu to draw")):
+        with pytest.raises(SystemExit) as stopped:
+            roofline.main([str(results / f"{name}.json"), str(results / "x.svg")])
+        assert stopped.value.code == 2
+        assert message in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("suffix", ["svg", "png"])
 def test_the_picture_has_ours_the_peers_and_the_copy_line(results: Path, suffix: str) -> None:
     path = results / "img" / f"roofline.{suffix}"
