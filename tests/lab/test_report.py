@@ -85,7 +85,13 @@ def test_one_seeds_bleu_tells_nothing(tmp_path: Path) -> None:
     assert (verdict.verdict, verdict.measured) == ("open", "20.0 − 30.0 = −10.0 (noise not known)")
     for cell, bleu in (("supp2/bwn", 20.2), ("supp2/ln", 30.2)):
         write_run(tmp_path, cell, seed=1, bleu=bleu)
-    assert judge(claim, collect([tmp_path])).verdict == "fails"
+    two = collect([tmp_path])
+    assert judge(claim, two).verdict == "fails"
+    number = two.results["supp2/ln"].final("bleu")
+    assert number is not None
+    assert number.se == number.sd  # as the page says
+    page = write_report([tmp_path], tmp_path / "out", images=False).html.read_text()
+    assert "of BLEU and perplexity the deviation of two seeds stands for it, and of one seed's it is not known" in page
 
 
 def test_more_seeds_tell_more(tmp_path: Path) -> None:

@@ -148,7 +148,8 @@ def _summary(sections: Sequence[Experiment], verdicts: Sequence[Verdict], not_ru
             rows += [_claim_row(v) for v in own]
     rule = (
         "A claim is judged by the rule beside it. Noise is two standard errors: over seeds where there are three or "
-        "more, else that of a validation set of its size; of one seed's BLEU or perplexity it is not known. "
+        "more, else that of a validation set of its size; of BLEU and perplexity the deviation of two seeds stands for "
+        "it, and of one seed's it is not known. "
         "A difference is real beyond the noise. Two are alike within their margin, however large the noise; "
         "beyond it by less than the noise is left open. "
         "Networks are called as in the paper; where another one stood in, its section says so."
