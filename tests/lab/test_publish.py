@@ -54,6 +54,11 @@ def test_what_is_not_a_result_of_this_preset_is_refused(tmp_path: Path) -> None:
         publish([tmp_path / "runs" / "short" / "fig1"], tmp_path / "results" / "cifar")
     assert not (tmp_path / "results").exists()
     assert len(publish([tmp_path / "runs"], tmp_path / "results" / "short")) == 1
+    # `normmatters train` puts no preset into a run's path: the settings tell
+    write_run(tmp_path / "trained", "fig1/wd_on", preset="quick")
+    with pytest.raises(ValueError, match="seed0 is of the preset quick, not cifar: publish it with --preset quick"):
+        publish([tmp_path / "trained"], tmp_path / "results" / "cifar")
+    assert len(publish([tmp_path / "trained"], tmp_path / "results" / "quick")) == 1
 
 
 def test_other_settings_are_not_overwritten(tmp_path: Path) -> None:
