@@ -118,6 +118,10 @@ def test_extends_takes_what_is_not_said(tmp_path: Path) -> None:
         ({"runtime": {"threads": -1}}, "runtime.threads must be at least 1, got -1"),
         ({"model": {"norm": "native"}, "precision": {"arithmetic": "fp16"}}, "precision.arithmetic"),
         ({"model": {"norm": "none"}, "precision": {"arithmetic": "fp16"}}, "precision.arithmetic"),
+        (
+            {"data": {"name": "numbers"}, "model": {"name": "lstm"}, "precision": {"arithmetic": "fp16"}},
+            "model.layer_norm must be one of ours: precision.arithmetic is theirs, got 'l2'",
+        ),
         ({"precision": {"accumulate": "fp16"}}, "precision.accumulate must be unset without precision.arithmetic"),
     ],
 )

@@ -126,7 +126,7 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """``amp``: autocast of the whole network. ``arithmetic``/``accumulate``: what the batch norms' own arithmetic is
+    """``amp``: autocast of the whole network. ``arithmetic``/``accumulate``: what the arithmetic of our own norms is
     rounded to (Fig. 3; see ``normmatters.precision.arithmetic``)."""
 
     amp: Literal["none", "fp16", "bf16"] = "none"
@@ -321,8 +321,10 @@ def _check_values(config: RunConfig, origin: str) -> None:
     if optim.mode == "wd_free":
         need(optim.name == "sgd", "optim.name", "sgd with mode wd_free", optim.name)
     if config.precision.arithmetic is not None:
-        ours = model.norm not in ("native", "none")
-        need(ours, "model.norm", "one of ours: precision.arithmetic is theirs", model.norm)
+        key = "layer_norm" if data.name in TEXT else "norm"
+        norm = getattr(model, key)
+        ours = norm == "l1" if data.name in TEXT else norm not in ("native", "none")
+        need(ours, f"model.{key}", "one of ours: precision.arithmetic is theirs", norm)
     else:
         accumulate = config.precision.accumulate
         need(accumulate is None, "precision.accumulate", "unset without precision.arithmetic", accumulate)
