@@ -214,6 +214,16 @@ def test_reaching_an_error_sooner(tmp_path: Path) -> None:
     assert second >= 2 * first
 
 
+@pytest.mark.parametrize(("speed", "verdict"), [(4.0, "holds"), (0.75, "open")])
+def test_what_was_not_reached_may_have_been_near(tmp_path: Path, speed: float, verdict: str) -> None:
+    """Of an error that one run reached in epoch 16 of 20, and the other not, nothing says that it takes twice 16."""
+    write_run(tmp_path, "supp1/resnet56_with_c", final=0.95, speed=speed, epochs=20)
+    write_run(tmp_path, "supp1/resnet56_without_c", final=0.7, epochs=20)
+    found = judge(next(c for c in CLAIMS if c.rule == "sooner"), collect([tmp_path]))
+    assert found.verdict == verdict
+    assert re.fullmatch(r"epoch \d+, without it not in 20", found.measured)
+
+
 def test_cost_is_judged_on_a_gpu_only(tmp_path: Path) -> None:
     for device, factor in (("cpu", None), ("cuda", 2.0**30)):  # a peak of memory is known on a GPU only
         root = tmp_path / device

@@ -133,7 +133,9 @@ def _sooner(claim: Claim, a: Result, b: Result) -> Verdict:
         reached = f"only {end.mean:.2f} % reached" if end else "no error recorded"
         return Verdict(claim, "fails" if first[1] is not None else "open", reached)
     if first[1] is None:
-        return Verdict(claim, "holds", f"epoch {first[0]:g}, without it never")
+        trained = max((epoch for epoch, *_ in b.curve("error")), default=0)
+        known = b.diverged or first[0] * claim.margin <= trained  # else it might have come there in time
+        return Verdict(claim, "holds" if known else "open", f"epoch {first[0]:g}, without it not in {trained:g}")
     ratio = first[1] / max(first[0], 1)
     return Verdict(claim, "holds" if ratio >= claim.margin else "fails", f"epoch {first[0]:g} against {first[1]:g}")
 
