@@ -445,6 +445,15 @@ def test_a_cell_of_your_own_in_one_of_the_papers_experiments_is_shown(tmp_path: 
     assert "Validation error (your own)" in page
 
 
+def test_a_run_of_your_own_may_have_the_name_of_a_borrowed_cell(tmp_path: Path) -> None:
+    """Table 2's ResNet-56 is Table 1's: a file of the user's with its name was counted, and shown nowhere."""
+    folder = write_run(tmp_path, "table1/resnet56_bn", final=0.97)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"experiment": "table2", "cell": "resnet56_l2"}))
+    report = write_report([tmp_path], tmp_path / "out", images=False)
+    assert "| 97.00 % | 1 |" in report.markdown.read_text()
+
+
 def test_runs_from_before_a_setting_was_there_are_runs_of_the_same_cell(tmp_path: Path) -> None:
     old, _ = (write_run(tmp_path, "fig1/wd_on", seed=seed) for seed in (0, 1))
     config = json.loads((old / "config.json").read_text())
