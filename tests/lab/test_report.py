@@ -421,6 +421,17 @@ def test_an_lstm_has_as_many_layers_as_it_is_said_to_have(tmp_path: Path) -> Non
     assert describe(full)["network"] == "2-layer LSTM with attention"
 
 
+def test_text_of_many_lines_is_one_in_markdown(tmp_path: Path) -> None:
+    """A label of two lines ended its table, and an error's second line its list."""
+    folder = write_run(tmp_path, "fig1/wd_on")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"experiment": "mine", "label": "two\nlines"}))
+    write_run(tmp_path, "fig1/wd_off", error="out of memory\n# tried to allocate 2 GiB")
+    text = write_report([tmp_path], tmp_path / "out", images=False).markdown.read_text()
+    assert "| two lines | – |" in text
+    assert "- fig1/wd_off, seed 0: out of memory # tried to allocate 2 GiB\n" in text
+
+
 def test_an_experiment_may_be_called_anything(tmp_path: Path) -> None:
     folder = write_run(tmp_path, "fig1/wd_on")
     config = json.loads((folder / "config.json").read_text())

@@ -39,9 +39,8 @@ def markdown(collection: Collection, verdicts: Sequence[Verdict], not_run: str =
         lines += [_result(results[name]) for name in e.rows if name in results]
     if collection.unfinished:
         lines += ["", "## Not finished", ""]
-        lines += [
-            f"- {r.cell_id}, seed {r.seed}: {(r.error or {}).get('message', 'stopped')}" for r in collection.unfinished
-        ]
+        reasons = ((r, (r.error or {}).get("message", "stopped")) for r in collection.unfinished)
+        lines += [f"- {r.cell_id}, seed {r.seed}: {_one_line(reason)}" for r, reason in reasons]
     return "\n".join(lines) + "\n"
 
 
@@ -53,4 +52,8 @@ def _result(result: Result) -> str:
 
 def row(*cells: str) -> str:
     """One line of a table."""
-    return "| " + " | ".join(c.replace("|", "\\|") for c in cells) + " |"
+    return "| " + " | ".join(_one_line(c).replace("|", "\\|") for c in cells) + " |"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
