@@ -153,6 +153,21 @@ def test_the_command_tells_what_it_cannot_fill_and_writes_nothing(
     assert good.read_text() == "<!-- bench:layers -->\n<!-- /bench -->"
 
 
+def test_a_disk_that_is_full_leaves_the_page_as_it_was(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = results / "page.md"
+    page.write_text("<!-- bench:layers -->\n<!-- /bench -->")
+
+    def full(path: Path, text: str, **kwargs: str) -> None:
+        with path.open("w") as file:
+            file.write(text[:10])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(SystemExit):
+        report.main([str(page), "--results", str(results)])
+    assert page.read_text() == "<!-- bench:layers -->\n<!-- /bench -->"
+
+
 def test_a_printed_row_lines_up_with_its_head(results: Path) -> None:
     rows = json.loads((results / "layers.json").read_text())["rows"]
     head = report.text_header("layers")
