@@ -235,6 +235,11 @@ def test_cost_is_judged_on_a_gpu_only(tmp_path: Path) -> None:
     for claim in claims:
         assert judge(claim, collect([tmp_path / "cpu"])).verdict == "open"
         assert judge(claim, collect([tmp_path / "cuda"])).verdict == "holds"
+    for claim in claims:  # another GPU is another time
+        write_run(tmp_path / claim.text, claim.a, preset="short", device="a faster one", seconds=1.0, memory=2.0**30)
+        verdict = judge(claim, collect([tmp_path / claim.text, tmp_path / "cuda" / "speed" / "native"]))
+        assert verdict.verdict == "open"
+        assert verdict.measured.endswith(": not on the same device")
 
 
 def test_a_panel_with_nothing_of_its_own_is_not_drawn(tmp_path: Path) -> None:

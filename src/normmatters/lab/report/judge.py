@@ -169,6 +169,9 @@ def _cheaper(claim: Claim, a: Result, b: Result) -> Verdict:
     if x is None or y is None:
         return Verdict(claim, "open", f"no {metric.label} recorded")
     measured = f"{x.mean:.2f} against {y.mean:.2f} {metric.unit}"
-    if not all(run.alone_on_gpu for run in (*a.done, *b.done)):
+    runs = (*a.done, *b.done)
+    if not all(run.alone_on_gpu for run in runs):
         return Verdict(claim, "open", f"{measured}: not from runs that had a GPU to themselves")
+    if len({(run.environment.get("device"), run.environment.get("world_size", 1)) for run in runs}) > 1:
+        return Verdict(claim, "open", f"{measured}: not on the same device")
     return Verdict(claim, "holds" if x.mean < y.mean else "fails", measured)
