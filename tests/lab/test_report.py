@@ -17,7 +17,7 @@ from synthetic_runs import write_all, write_run
 
 from normmatters.lab.claims import CLAIMS, Claim
 from normmatters.lab.config import to_json
-from normmatters.lab.experiments import load_cell
+from normmatters.lab.experiments import PRESETS, load_cell
 from normmatters.lab.paper import EXPERIMENTS
 from normmatters.lab.report import collect, judge_all, write_report
 from normmatters.lab.report.collect import describe, differences
@@ -98,6 +98,19 @@ def test_more_seeds_tell_more(tmp_path: Path) -> None:
     runs = collect([_pair(tmp_path, 0.92, 0.90, seeds=4, spread=0.001)])
     assert judge(EQUAL, runs).verdict == "fails"
     assert judge(BETTER, runs).verdict == "holds"
+
+
+def test_runs_of_two_presets_are_not_compared(tmp_path: Path) -> None:
+    """A network on CIFAR-10 was found worse than one on digits."""
+    write_run(tmp_path, "fig2/resnet18_l1", preset="cifar", final=0.5)
+    write_run(tmp_path, "fig2/resnet18_l2", preset="quick", final=0.9)
+    found = judge(EQUAL, collect([tmp_path]))
+    assert found.verdict == "open"
+    assert found.measured.startswith("not trained alike: L1 on Tiny-ImageNet (200 classes, 64×64) (all), 100 epochs")
+    for claim in CLAIMS:  # whose cells are trained alike in every preset
+        for preset in PRESETS:
+            runs = [load_cell(cell).config(preset) for cell in claim.cells]
+            assert len({(run.data, run.optim.epochs) for run in runs}) == 1
 
 
 def test_divergence_is_a_result(tmp_path: Path) -> None:

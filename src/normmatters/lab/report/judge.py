@@ -8,7 +8,7 @@ from typing import Literal
 
 from normmatters.lab.claims import CLAIMS, Claim
 from normmatters.lab.experiments import PRESETS, load_cell
-from normmatters.lab.report.collect import METRICS, Collection, Number, Result
+from normmatters.lab.report.collect import METRICS, Collection, Number, Result, describe
 
 __all__ = ["MARKS", "Kind", "Verdict", "judge", "judge_all", "not_run"]
 
@@ -71,6 +71,10 @@ def judge(claim: Claim, collection: Collection) -> Verdict:
         return Verdict(claim, "open", f"no finished run of {claim.a}")
     if b is None or not b.done:
         return Verdict(claim, "open", f"no finished run of {claim.b}")
+    trained = {cell: _trained(collection.results[cell]) for cell in sorted(claim.cells & collection.results.keys())}
+    if len({*trained.values()}) > 1:  # such as one at another preset
+        told = ", ".join(f"{load_cell(cell).label} on {how}" for cell, how in trained.items())
+        return Verdict(claim, "open", f"not trained alike: {told}")
     if claim.rule == "diverges":
         return _diverges(claim, a, b)
     if claim.rule == "sooner":
@@ -99,6 +103,12 @@ def judge(claim: Claim, collection: Collection) -> Verdict:
         # A difference that is the margin itself in print must not fail on the last bit of a float.
         verdict = "holds" if over <= 1e-9 else "fails" if over > noise else "open"
     return Verdict(claim, verdict, measured)
+
+
+def _trained(result: Result) -> str:
+    """On what, and for how long: in every preset the same for all cells of a claim."""
+    words = describe(result.config)
+    return f"{words['data']} ({words['training examples']}), {words['epochs']} epochs of batches of {words['batch']}"
 
 
 def _who(a: Result, b: Result) -> str:
