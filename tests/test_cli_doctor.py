@@ -141,6 +141,7 @@ def test_a_file_with_code_is_not_run(tmp_path: Path) -> None:
     ("words", "message"),
     [
         (["resnet50"], "MODEL must be package.module:name"),
+        (["./patients:net"], "MODEL must be package.module:name"),
         (["patients:missing"], "patients has no 'missing'"),
         (["no_such_package_x:net"], "No module named 'no_such_package_x'"),
         (["patients:number"], "neither a module nor something to call, but int"),

@@ -135,7 +135,7 @@ def _model(name: str, sets: Sequence[str], weights: Path | None) -> nn.Module | 
         if sets or weights is not None:
             raise ValueError("--set and --weights need a model, package.module:name, not a checkpoint alone")
         return load_state_dict(Path(name))
-    if not (path and colon and attribute):
+    if not (path and colon and attribute) or path.startswith("."):  # there is nothing that ./nets:net is relative to
         raise ValueError(
             f"MODEL must be package.module:name or a .safetensors, .pt, .pth, .bin or .ckpt file, got {name!r}"
         )

@@ -285,6 +285,11 @@ def test_the_command_refuses_what_it_does_not_know(tmp_path: Path, capsys: pytes
     with pytest.raises(FileExistsError):
         bench.run(["layers"], smoke=True, device="cpu", out=tmp_path / "file")
     assert "layers" not in capsys.readouterr().out  # before anything is measured
+    with pytest.raises(SystemExit):
+        command.main(["layers", "--smoke", "--device", "cpu", "--out", str(tmp_path / "file")])
+    assert "File exists" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="no row is called fp16 and 256x64x56x56 in a smoke run"):
+        bench.run(["layers"], smoke=True, device="cpu", only=["fp16", "256x64x56x56"])  # it had passed, with no row
 
 
 def test_smoke_writes_no_file_unless_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

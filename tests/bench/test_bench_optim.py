@@ -58,3 +58,14 @@ def test_a_wrong_optimizer_gets_no_number(monkeypatch):
     assert not {"ms", "ratio"} & row.keys()
     assert row["status"] == "WRONG"
     assert row["note"].startswith("'fc.bias' is off by 0.0003")
+
+
+def test_an_optimizer_that_fails_does_not_take_the_others_with_it(monkeypatch):
+    def broken(named, graph):
+        raise RuntimeError("no such kernel")
+
+    base = bench.OPTIMIZERS[bench.BASE]
+    monkeypatch.setattr(bench, "OPTIMIZERS", {"broken": (broken, False), bench.BASE: base})
+    rows = list(bench.rows(SMOKE))
+    assert [row["status"] for row in rows] == ["failed", "ok"]
+    assert rows[0]["note"] == "RuntimeError: no such kernel"

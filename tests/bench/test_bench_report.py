@@ -153,6 +153,21 @@ def test_the_command_tells_what_it_cannot_fill_and_writes_nothing(
     assert good.read_text() == "<!-- bench:layers -->\n<!-- /bench -->"
 
 
+def test_a_disk_that_is_full_leaves_the_page_as_it_was(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = results / "page.md"
+    page.write_text("<!-- bench:layers -->\n<!-- /bench -->")
+
+    def full(path: Path, text: str, **kwargs: str) -> None:
+        with path.open("w") as file:
+            file.write(text[:10])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(SystemExit):
+        report.main([str(page), "--results", str(results)])
+    assert page.read_text() == "<!-- bench:layers -->\n<!-- /bench -->"
+
+
 def test_a_printed_row_lines_up_with_its_head(results: Path) -> None:
     rows = json.loads((results / "layers.json").read_text())["rows"]
     head = report.text_header("layers")
@@ -163,6 +178,17 @@ def test_a_printed_row_lines_up_with_its_head(results: Path) -> None:
     noted = report.text_row("layers", {**rows[1], "note": "no graph"})
     assert noted.startswith(ok)
     assert noted.endswith("  (no graph)")
+
+
+def test_the_command_tells_what_it_cannot_draw(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = json.loads((results / "layers.json").read_text())
+    other = [{key: value for key, value in row.items() if key != "layout"} for row in data["rows"]]
+    (results / "layernorm.json").write_text(json.dumps({**data, "rows": other}))
+    for name, message in (("absent", "No such file"), ("layernorm", "no rows of fp16, cl, relu to draw")):
+        with pytest.raises(SystemExit) as stopped:
+            roofline.main([str(results / f"{name}.json"), str(results / "x.svg")])
+        assert stopped.value.code == 2
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("suffix", ["svg", "png"])

@@ -44,8 +44,9 @@ def load(path: Path) -> RunConfig:
 def test_toml_and_tables(tmp_path: Path) -> None:
     config = from_dict(FULL)
     path = tmp_path / "run.toml"
-    path.write_text(TOML, encoding="utf-8")
-    assert load(path) == config
+    for encoding in ("utf-8", "utf-8-sig"):  # as Windows' editors save it
+        path.write_text(TOML, encoding=encoding)
+        assert load(path) == config
     assert from_dict(to_dict(config)) == config
     assert config.optim.milestones == (20.0, 40.0)
     assert config.data.augment is False
@@ -116,6 +117,12 @@ def test_extends_takes_what_is_not_said(tmp_path: Path) -> None:
         ({"data": {"train_size": -1}}, "data.train_size must be at least 1, got -1"),
         ({"runtime": {"threads": -1}}, "runtime.threads must be at least 1, got -1"),
         ({"model": {"norm": "native"}, "precision": {"arithmetic": "fp16"}}, "precision.arithmetic"),
+        ({"model": {"norm": "none"}, "precision": {"arithmetic": "fp16"}}, "precision.arithmetic"),
+        (
+            {"data": {"name": "numbers"}, "model": {"name": "lstm"}, "precision": {"arithmetic": "fp16"}},
+            "model.layer_norm must be one of ours: precision.arithmetic is theirs, got 'l2'",
+        ),
+        ({"precision": {"accumulate": "fp16"}}, "precision.accumulate must be unset without precision.arithmetic"),
     ],
 )
 def test_bad_values_say_what_was_expected(table: dict[str, Any], message: str) -> None:

@@ -270,6 +270,7 @@ def test_arrays_and_folders_that_are_wrong(tmp_path: Path) -> None:
     for x, y, message in (
         (good[:, :1], np.zeros(4, int), r"\(N, 3, H, W\) or \(N, H, W, 3\), got uint8 \(4, 1, 8, 8\)"),
         (good[:0], np.zeros(0, int), r"got uint8 \(0, 3, 8, 8\)"),
+        (good, np.array(3), r"4 images but labels of shape \(\)"),
         (good, np.zeros(4, int) - 1, "expected labels 0, 1, 2, ..., got int64 from -1"),
         (good, np.zeros(4) + 0.5, "expected labels 0, 1, 2, ..., got float64 from 0.5"),
     ):

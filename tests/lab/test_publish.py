@@ -54,6 +54,11 @@ def test_what_is_not_a_result_of_this_preset_is_refused(tmp_path: Path) -> None:
         publish([tmp_path / "runs" / "short" / "fig1"], tmp_path / "results" / "cifar")
     assert not (tmp_path / "results").exists()
     assert len(publish([tmp_path / "runs"], tmp_path / "results" / "short")) == 1
+    # `normmatters train` puts no preset into a run's path: the settings tell
+    write_run(tmp_path / "trained", "fig1/wd_on", preset="quick")
+    with pytest.raises(ValueError, match="seed0 is of the preset quick, not cifar: publish it with --preset quick"):
+        publish([tmp_path / "trained"], tmp_path / "results" / "cifar")
+    assert len(publish([tmp_path / "trained"], tmp_path / "results" / "quick")) == 1
 
 
 def test_other_settings_are_not_overwritten(tmp_path: Path) -> None:
@@ -115,6 +120,32 @@ def test_pages_are_redrawn_from_the_files_alone(tmp_path: Path) -> None:
     assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
 
 
+def test_a_label_may_hold_any_sign(tmp_path: Path) -> None:
+    """U+2028 and U+0085 end a line for Python, and the file was "not JSON"; a bar ended a cell of the tables."""
+    folder = write_run(tmp_path / "runs", "fig1/wd_on")
+    config = json.loads((folder / "config.json").read_text())
+    label = "|w|\u2028\u0085‖w‖"
+    (folder / "config.json").write_text(json.dumps(config | {"experiment": "mine", "label": label}))
+    publish([tmp_path / "runs"], tmp_path / "results" / "quick")
+    (run,) = collect([tmp_path / "results" / "quick"]).runs
+    assert run.config["label"] == label
+    redraw(tmp_path / "results")
+    assert "| mine | \\|w\\|" in (tmp_path / "results" / "README.md").read_text()
+
+
+def test_a_damaged_run_leaves_every_page_as_it_was(tmp_path: Path) -> None:
+    """The presets before its own had been redrawn when it was told."""
+    for preset in ("short", "cifar"):
+        write_run(tmp_path / preset, "supp1/resnet56_with_c", preset=preset)
+        publish([tmp_path / preset], tmp_path / "results" / preset)
+    (file,) = (tmp_path / "results" / "cifar").rglob("*.run.jsonl")
+    file.write_text("{")
+    with pytest.raises(ValueError, match="line 1: not JSON"):
+        redraw(tmp_path / "results")
+    assert {p.name for p in (tmp_path / "results").iterdir()} == {"short", "cifar"}
+    assert not list((tmp_path / "results").rglob("report"))
+
+
 def test_an_overview_tells_a_claim_once_from_its_longest_runs(tmp_path: Path) -> None:
     results, page = tmp_path / "results", tmp_path / "page.md"
     for preset, gap in (("short", 1.0), ("cifar", 3.0)):
@@ -169,6 +200,9 @@ def test_mistakes_are_told(tmp_path: Path) -> None:
         collect([tmp_path / "quick"])
     file.write_text(lines[0][:50])
     with pytest.raises(ValueError, match="line 1: not JSON"):
+        collect([tmp_path / "quick"])
+    file.write_bytes(b'{"config": "\xff"}\n')
+    with pytest.raises(ValueError, match=r"seed0.run.jsonl, line 1: not JSON: 'utf-8' codec"):
         collect([tmp_path / "quick"])
 
 

@@ -7,6 +7,7 @@ import math
 import re
 import shutil
 import subprocess
+import warnings
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
@@ -16,12 +17,12 @@ from synthetic_runs import write_all, write_run
 
 from normmatters.lab.claims import CLAIMS, Claim
 from normmatters.lab.config import to_json
-from normmatters.lab.experiments import load_cell
+from normmatters.lab.experiments import PRESETS, load_cell
 from normmatters.lab.paper import EXPERIMENTS
 from normmatters.lab.report import collect, judge_all, write_report
-from normmatters.lab.report.collect import differences
+from normmatters.lab.report.collect import describe, differences
 from normmatters.lab.report.figures import Chart, Series, legend_key, png, svg
-from normmatters.lab.report.html import charts
+from normmatters.lab.report.html import charts, slots
 from normmatters.lab.report.judge import judge
 
 EQUAL = Claim("E2", "equal", "equal", "fig2/resnet18_l1", "fig2/resnet18_l2", 0.3)
@@ -84,13 +85,32 @@ def test_one_seeds_bleu_tells_nothing(tmp_path: Path) -> None:
     assert (verdict.verdict, verdict.measured) == ("open", "20.0 − 30.0 = −10.0 (noise not known)")
     for cell, bleu in (("supp2/bwn", 20.2), ("supp2/ln", 30.2)):
         write_run(tmp_path, cell, seed=1, bleu=bleu)
-    assert judge(claim, collect([tmp_path])).verdict == "fails"
+    two = collect([tmp_path])
+    assert judge(claim, two).verdict == "fails"
+    number = two.results["supp2/ln"].final("bleu")
+    assert number is not None
+    assert number.se == number.sd  # as the page says
+    page = write_report([tmp_path], tmp_path / "out", images=False).html.read_text()
+    assert "of BLEU and perplexity the deviation of two seeds stands for it, and of one seed's it is not known" in page
 
 
 def test_more_seeds_tell_more(tmp_path: Path) -> None:
     runs = collect([_pair(tmp_path, 0.92, 0.90, seeds=4, spread=0.001)])
     assert judge(EQUAL, runs).verdict == "fails"
     assert judge(BETTER, runs).verdict == "holds"
+
+
+def test_runs_of_two_presets_are_not_compared(tmp_path: Path) -> None:
+    """A network on CIFAR-10 was found worse than one on digits."""
+    write_run(tmp_path, "fig2/resnet18_l1", preset="cifar", final=0.5)
+    write_run(tmp_path, "fig2/resnet18_l2", preset="quick", final=0.9)
+    found = judge(EQUAL, collect([tmp_path]))
+    assert found.verdict == "open"
+    assert found.measured.startswith("not trained alike: L1 on Tiny-ImageNet (200 classes, 64×64) (all), 100 epochs")
+    for claim in CLAIMS:  # whose cells are trained alike in every preset
+        for preset in PRESETS:
+            runs = [load_cell(cell).config(preset) for cell in claim.cells]
+            assert len({(run.data, run.optim.epochs) for run in runs}) == 1
 
 
 def test_divergence_is_a_result(tmp_path: Path) -> None:
@@ -207,6 +227,16 @@ def test_reaching_an_error_sooner(tmp_path: Path) -> None:
     assert second >= 2 * first
 
 
+@pytest.mark.parametrize(("speed", "verdict"), [(4.0, "holds"), (0.75, "open")])
+def test_what_was_not_reached_may_have_been_near(tmp_path: Path, speed: float, verdict: str) -> None:
+    """Of an error that one run reached in epoch 16 of 20, and the other not, nothing says that it takes twice 16."""
+    write_run(tmp_path, "supp1/resnet56_with_c", final=0.95, speed=speed, epochs=20)
+    write_run(tmp_path, "supp1/resnet56_without_c", final=0.7, epochs=20)
+    found = judge(next(c for c in CLAIMS if c.rule == "sooner"), collect([tmp_path]))
+    assert found.verdict == verdict
+    assert re.fullmatch(r"epoch \d+, without it not in 20", found.measured)
+
+
 def test_cost_is_judged_on_a_gpu_only(tmp_path: Path) -> None:
     for device, factor in (("cpu", None), ("cuda", 2.0**30)):  # a peak of memory is known on a GPU only
         root = tmp_path / device
@@ -218,6 +248,11 @@ def test_cost_is_judged_on_a_gpu_only(tmp_path: Path) -> None:
     for claim in claims:
         assert judge(claim, collect([tmp_path / "cpu"])).verdict == "open"
         assert judge(claim, collect([tmp_path / "cuda"])).verdict == "holds"
+    for claim in claims:  # another GPU is another time
+        write_run(tmp_path / claim.text, claim.a, preset="short", device="a faster one", seconds=1.0, memory=2.0**30)
+        verdict = judge(claim, collect([tmp_path / claim.text, tmp_path / "cuda" / "speed" / "native"]))
+        assert verdict.verdict == "open"
+        assert verdict.measured.endswith(": not on the same device")
 
 
 def test_a_panel_with_nothing_of_its_own_is_not_drawn(tmp_path: Path) -> None:
@@ -256,6 +291,24 @@ def test_figures_of_an_earlier_report_go(tmp_path: Path) -> None:
     report = write_report([tmp_path / "runs"], tmp_path / "out", images=False)
     kept = {"mine.svg", "notes-1.txt", "photo-1.png"}  # the user's own
     assert {p.name for p in folder.iterdir()} == kept | {p.name for p in report.figures}
+
+
+def test_a_picture_is_replaced_in_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk left half a PNG in place of the last report's."""
+    write_run(tmp_path / "runs", "fig1/wd_on")
+    pictures = [p for p in write_report([tmp_path / "runs"], tmp_path / "out").figures if p.suffix == ".png"]
+    before = [p.read_bytes() for p in pictures]
+    assert all(data.startswith(b"\x89PNG") for data in before)
+    (tmp_path / "runs/fig1/wd_on/seed0/metrics.jsonl").write_text('{"epoch": 1, "val_acc": 50.0}\n')
+
+    def full(path: Path, data: bytes) -> None:
+        if path.suffix == ".png":
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("normmatters.lab.report.write_atomic", full)
+    with pytest.raises(OSError, match="No space"):
+        write_report([tmp_path / "runs"], tmp_path / "out")
+    assert [p.read_bytes() for p in pictures] == before
 
 
 def test_what_differs_from_the_paper_is_said(tmp_path: Path) -> None:
@@ -351,6 +404,52 @@ def test_runs_of_your_own_get_a_section(tmp_path: Path) -> None:
     assert report.verdicts == ()
 
 
+def test_every_device_that_ran_is_named(tmp_path: Path) -> None:
+    """The first run's was said to be that of the whole report."""
+    for seed, device in enumerate(("cpu", "NVIDIA H200", "cpu")):
+        write_run(tmp_path, "fig1/wd_on", seed=seed, device=device)
+    report = write_report([tmp_path], tmp_path / "out", images=False)
+    assert "Device: cpu, NVIDIA H200 · torch: 2.13.0 ·" in report.markdown.read_text()
+
+
+def test_a_translation_of_your_own_is_measured_by_perplexity(tmp_path: Path) -> None:
+    """It was by the share of right tokens, of which the table said only "%", beside a figure of perplexities."""
+    folder = write_run(tmp_path, "supp2/ln", ppl=7.25)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"experiment": "mine", "label": "My LSTM"}))
+    report = write_report([tmp_path], tmp_path / "out", images=False)
+    assert "| My LSTM | – | 7.25 perplexity | 1 |" in report.markdown.read_text()
+    assert "7.25 perplexity" in report.html.read_text()
+
+
+def test_the_regimes_of_cells_with_the_same_label_are_all_told(tmp_path: Path) -> None:
+    """Figure 2 has an "L2" of ResNet-18 and one of ResNet-50, whose network was said to be that of all."""
+    for cell in ("resnet18_l2", "resnet50_l2"):
+        write_run(tmp_path, f"fig2/{cell}", preset="full")
+    page = write_report([tmp_path], tmp_path / "out", images=False).html.read_text()
+    told = "L2 (resnet18_l2): ResNet-18; L2 (resnet50_l2): ResNet-50"
+    assert f"<tr><td>Network</td><td>{told}</td></tr>" in page
+
+
+def test_an_lstm_has_as_many_layers_as_it_is_said_to_have(tmp_path: Path) -> None:
+    write_run(tmp_path, "supp2/ln")
+    here = describe(collect([tmp_path]).results["supp2/ln"].config)["network"]
+    assert here == "1-layer LSTM with attention (d_model 48)"  # "2-layer LSTM with attention (layers 1, ...)"
+    full = json.loads(to_json(load_cell("supp2/ln").config("full")))
+    assert describe(full)["network"] == "2-layer LSTM with attention"
+
+
+def test_text_of_many_lines_is_one_in_markdown(tmp_path: Path) -> None:
+    """A label of two lines ended its table, and an error's second line its list."""
+    folder = write_run(tmp_path, "fig1/wd_on")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"experiment": "mine", "label": "two\nlines"}))
+    write_run(tmp_path, "fig1/wd_off", error="out of memory\n# tried to allocate 2 GiB")
+    text = write_report([tmp_path], tmp_path / "out", images=False).markdown.read_text()
+    assert "| two lines | – |" in text
+    assert "- fig1/wd_off, seed 0: out of memory # tried to allocate 2 GiB\n" in text
+
+
 def test_an_experiment_may_be_called_anything(tmp_path: Path) -> None:
     folder = write_run(tmp_path, "fig1/wd_on")
     config = json.loads((folder / "config.json").read_text())
@@ -373,6 +472,15 @@ def test_a_cell_of_your_own_in_one_of_the_papers_experiments_is_shown(tmp_path: 
     page = report.html.read_text()
     assert "97.00 %" in page
     assert "Validation error (your own)" in page
+
+
+def test_a_run_of_your_own_may_have_the_name_of_a_borrowed_cell(tmp_path: Path) -> None:
+    """Table 2's ResNet-56 is Table 1's: a file of the user's with its name was counted, and shown nowhere."""
+    folder = write_run(tmp_path, "table1/resnet56_bn", final=0.97)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"experiment": "table2", "cell": "resnet56_l2"}))
+    report = write_report([tmp_path], tmp_path / "out", images=False)
+    assert "| 97.00 % | 1 |" in report.markdown.read_text()
 
 
 def test_runs_from_before_a_setting_was_there_are_runs_of_the_same_cell(tmp_path: Path) -> None:
@@ -450,6 +558,22 @@ def test_images_of_your_own_are_not_imagenet(tmp_path: Path) -> None:
     assert differences(collection.results.values()) == [("data", "birds", "ImageNet")]
 
 
+@pytest.mark.parametrize(
+    ("cell", "folder", "told"),
+    [
+        ("fig2/resnet18_l2", ".", "images"),  # what --data-dir names itself
+        ("fig2/resnet18_l2", "imagenet/", "ImageNet"),
+        ("supp2/ln", "wmt14/", "WMT14 de-en"),
+        ("supp2/ln", ".", "parallel text de-en"),
+        ("supp2/ln", None, "Multi30k de-en"),  # the usual folder
+    ],
+)
+def test_a_data_set_is_called_by_its_folder(cell: str, folder: str | None, told: str) -> None:
+    config = json.loads(to_json(load_cell(cell).config("full")))
+    config["data"]["dir"] = folder
+    assert describe(config)["data"] == told
+
+
 def test_more_digits_than_there_are_leave_a_validation_set(tmp_path: Path) -> None:
     folder = write_run(tmp_path, "fig1/wd_on")
     config = json.loads((folder / "config.json").read_text())
@@ -485,6 +609,37 @@ def test_a_finished_run_that_lost_epochs_is_told(tmp_path: Path) -> None:
         collect([tmp_path])
 
 
+def test_a_run_that_diverged_does_not_squeeze_the_others(tmp_path: Path) -> None:
+    """Beside a perplexity of 1e304 those of 5 and 20 were one line, at the foot of the figure."""
+    write_run(tmp_path, "supp2/ln")
+    folder = write_run(tmp_path, "supp2/bwn", diverge=True)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row | {"val_ppl": 1e304}) + "\n" for row in rows))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # matplotlib's, about an overflow
+        report = write_report([tmp_path], tmp_path / "out")
+    drawn = next(p for p in report.figures if p.name == "supp2-0.svg").read_text()
+    assert re.findall(r'text-anchor="end">([^<]*)', drawn) == ["5", "10", "20"]
+    assert "Bounded weight norm ends at 1e304" in drawn
+    alone = Chart(
+        "title", "ppl", (Series("a", ((1.0, 2e4, 2e4, 2e4), (2.0, 1e4, 1e4, 1e4)), 0, diverged=True),), log=True
+    )
+    assert ">1e4<" in svg(alone)  # which has a frame if it is the only one
+
+
+def test_a_claim_says_what_it_is_about() -> None:
+    """ "… with branches that start at 0" stood below a claim about another network: the one before had no runs."""
+    assert len({claim.text for claim in CLAIMS}) == len(CLAIMS)
+    assert not [claim.text for claim in CLAIMS if claim.text.startswith(("…", "So "))]
+
+
+def test_a_cell_has_one_look_in_all_panels_and_in_the_table() -> None:
+    """The table's key of bounded weight norm in an LSTM was the line of no norm at all."""
+    for e in EXPERIMENTS:
+        for panel in e.panels:
+            assert {name: slots(e)[name] for name in panel.cells} == {name: i for i, name in enumerate(panel.cells)}
+
+
 def test_no_two_lines_of_a_panel_look_alike() -> None:
     """The seventh had the first one's colour and dash."""
     most = max(len(panel.cells) for e in EXPERIMENTS for panel in e.panels)
@@ -514,7 +669,7 @@ def test_the_line_is_where_the_numbers_are() -> None:
     assert "prefers-color-scheme:dark" in svg(chart, standalone=True)
 
 
-def test_a_png_has_the_ticks_of_the_svg_and_its_label_inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_png_has_the_ticks_of_the_svg_and_its_label_inside(monkeypatch: pytest.MonkeyPatch) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     drawn = []
@@ -522,7 +677,7 @@ def test_a_png_has_the_ticks_of_the_svg_and_its_label_inside(tmp_path: Path, mon
     monkeypatch.setattr(FigureCanvasAgg, "print_png", lambda self, *args: (drawn.append(self), plain(self, *args)))
     points = tuple((float(e), y, y, y) for e, y in enumerate((65.0, 20.0, 9.0), 1))
     chart = Chart("t", "validation error", (Series("a", points, 0),), log=True, unit="%")
-    png(chart, tmp_path / "t.png")
+    assert png(chart).startswith(b"\x89PNG")
     (canvas,) = drawn
     (axes,) = canvas.figure.axes
     labels = [label.get_text() for label in axes.get_yticklabels(which="both")]

@@ -186,10 +186,19 @@ def test_explain_says_the_numbers():
     assert rows["same: growing lr"] == f"× {(alpha / last) ** 2:.6g} a step"
     assert {r.quantity: r.value for r in explain(0.1, 0.05, 0.9)}["same: growing lr"] == "none"
     assert {r.quantity: r.value for r in explain(1.0, 1.0)}["same: growing lr"] == "none"
-    assert {r.quantity: r.value for r in explain(10.0, 1.0, 0.9)}["same: no weight decay"] == "none"  # > π/2: refused
+    assert {r.quantity: r.value for r in explain(3.0, 1.0, 0.9)}["same: no weight decay"] == "none"  # > π/2: refused
     slow = {r.quantity: r.meaning for r in explain(1e-9, 1e-9, 0.9)}["same: growing lr"]
     assert slow.endswith(f"every {math.log(2) / (2 * 1e-18 / 0.1):.4g} steps")  # where 1 − ηλ rounds to 1
     assert explain(0.1, 0.0)[0].value == "no equilibrium"
+    for momentum, limit in ((0.0, 2.0), (0.9, 3.8)):  # from where on SGD's own decay grows
+        for weight_decay, grows in ((0.999 * limit, False), (1.001 * limit, True)):
+            weight = torch.ones(1, dtype=torch.float64, requires_grad=True)
+            weight.grad = torch.zeros_like(weight)
+            decay = torch.optim.SGD([weight], lr=1.0, momentum=momentum, weight_decay=weight_decay)
+            for _ in range(1000):
+                decay.step()
+            assert (weight.abs().item() > 1) is grows
+            assert (explain(1.0, weight_decay, momentum)[0].value == "no equilibrium") is grows
     lines = render(explain(0.1, 5e-4, 0.9)).splitlines()
     assert len({line.index(row.meaning) for line, row in zip(lines, explain(0.1, 5e-4, 0.9))}) == 1  # aligned
 

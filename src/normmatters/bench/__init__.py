@@ -68,13 +68,16 @@ def run(
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)  # that it cannot be is told now, not after the first row
     setup = harness.Setup(place, smoke, selection, share)
-    bad: list[Row] = []
+    found: list[Row] = []
     for name, (_, rows) in benches.items():
         count = warmup.default_jobs(name, setup) if jobs is None else jobs
         setup.warm_up = partial(_warm_up, name, setup, count if name in warmup.PROCESSES and share is None else 0)
         if name not in warmup.LATER:
             setup.warm_up()
-        bad += harness.failed(_run_one(name, rows, setup, out, picture))
+        found += _run_one(name, rows, setup, out, picture)
+    if only and not found and share is None:
+        raise ValueError(f"no row is called {' and '.join(only)}{' in a smoke run' if smoke else ''}")
+    bad = harness.failed(found)
     if bad:
         print(f"\n{len(bad)} rows are wrong or failed:")
         for row in bad:

@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             jobs=chosen.jobs,
             share=chosen.share,
         )
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         parser.error(str(error))
 
 

@@ -177,7 +177,11 @@ def write_json(path: Path, name: str, setup: Setup, rows: Sequence[Row], extra: 
     """Environment and rows of one benchmark; called after every row, so that a killed run loses nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     data = {"bench": name, "smoke": setup.smoke, "environment": setup.environment, **extra, "rows": list(rows)}
-    text = json.dumps(data, indent=1, allow_nan=False, default=str)
-    partial = path.with_suffix(".partial")
-    partial.write_text(text + "\n", encoding="utf-8")
+    replace(path, json.dumps(data, indent=1, allow_nan=False, default=str) + "\n")
+
+
+def replace(path: Path, text: str) -> None:
+    """The file with this text, or what it was: a full disk does not leave half of it."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
     partial.replace(path)

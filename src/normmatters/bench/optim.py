@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import torch
@@ -72,11 +72,13 @@ def rows(setup: Setup) -> Iterator[Row]:
     device, repeats = str(setup.device), 3 if setup.smoke else 30
     base: dict[str, float] = {}
     for name, (build, graph) in OPTIMIZERS.items():
-        wrong = check(build, shapes, device)
+        verdict = cache(partial(check, build, shapes, device))
         for mode in ("eager", "graph") if graph and setup.cuda else ("eager",):
 
-            def milliseconds(build: Build = build, graph: bool = mode == "graph", wrong: str = wrong) -> Row:
-                if wrong:
+            def milliseconds(
+                build: Build = build, graph: bool = mode == "graph", verdict: Callable[[], str] = verdict
+            ) -> Row:
+                if wrong := verdict():
                     raise Wrong(wrong)
                 return {"ms": 1e3 * measure(build, shapes, device, graph, repeats)}
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from normmatters.bench import axes_of
-from normmatters.bench.harness import passes
+from normmatters.bench.harness import passes, replace
 
 Row = Mapping[str, Any]
 
@@ -215,7 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         filled = {path: fill(path.read_text(encoding="utf-8"), chosen.results) for path in chosen.files}
         for path, text in filled.items():
-            path.write_text(text, encoding="utf-8")
+            replace(path, text)
     except (ValueError, OSError) as error:
         parser.error(str(error))
 

@@ -41,7 +41,7 @@ def draw(data: Mapping[str, Any], path: Path, *, dtype: str = "fp16", layout: st
     chosen = [
         row
         for row in data["rows"]
-        if row["status"] == "ok" and (row["dtype"], row["layout"], row["form"]) == (dtype, layout, form)
+        if row["status"] == "ok" and (row.get("dtype"), row.get("layout"), row.get("form")) == (dtype, layout, form)
     ]
     if not data.get("memory_bandwidth"):
         raise ValueError("the file says nothing of the memory's bandwidth")
@@ -88,8 +88,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--layout", default="cl")
     parser.add_argument("--form", default="relu")
     chosen = parser.parse_args(arguments)
-    data = json.loads(chosen.json.read_text(encoding="utf-8"))
-    draw(data, chosen.picture, dtype=chosen.dtype, layout=chosen.layout, form=chosen.form)
+    try:
+        data = json.loads(chosen.json.read_text(encoding="utf-8"))
+        draw(data, chosen.picture, dtype=chosen.dtype, layout=chosen.layout, form=chosen.form)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
 
 
 if __name__ == "__main__":

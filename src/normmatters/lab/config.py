@@ -126,7 +126,7 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """``amp``: autocast of the whole network. ``arithmetic``/``accumulate``: what the batch norms' own arithmetic is
+    """``amp``: autocast of the whole network. ``arithmetic``/``accumulate``: what the arithmetic of our own norms is
     rounded to (Fig. 3; see ``normmatters.precision.arithmetic``)."""
 
     amp: Literal["none", "fp16", "bf16"] = "none"
@@ -183,7 +183,7 @@ def read_toml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     if path in seen:
         raise ValueError(f"{path}: extends itself by way of {' -> '.join(p.name for p in seen)}")
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # Windows' editors put a mark at its head
     except FileNotFoundError:
         told = f", which {seen[-1]} extends" if seen else ""
         raise ValueError(f"{path}: no such config file{told}") from None
@@ -321,7 +321,13 @@ def _check_values(config: RunConfig, origin: str) -> None:
     if optim.mode == "wd_free":
         need(optim.name == "sgd", "optim.name", "sgd with mode wd_free", optim.name)
     if config.precision.arithmetic is not None:
-        need(model.norm != "native", "model.norm", "one of ours: precision.arithmetic is theirs", model.norm)
+        key = "layer_norm" if data.name in TEXT else "norm"
+        norm = getattr(model, key)
+        ours = norm == "l1" if data.name in TEXT else norm not in ("native", "none")
+        need(ours, f"model.{key}", "one of ours: precision.arithmetic is theirs", norm)
+    else:
+        accumulate = config.precision.accumulate
+        need(accumulate is None, "precision.accumulate", "unset without precision.arithmetic", accumulate)
     bounded = model.weight_norm not in ("none", "wn")
     need(model.rho == 1 or bounded, "model.rho", "1 without a bounded weight norm", model.rho)
     scale = model.norm_input_scale

@@ -107,7 +107,7 @@ class ChannelBias(nn.Module):
 
 
 def norm_factory(config: ModelConfig) -> NormFactory:
-    """The factory of a model. Beside a weight norm, batch norm is mean-only (F15), whatever ``norm`` says."""
+    """The factory of a model. Beside a weight norm, batch norm is mean-only (F15), or none where ``norm`` is."""
     return NormFactory(
         name="mean_only" if config.weight_norm != "none" and config.norm != "none" else config.norm,
         p=config.p,

@@ -17,10 +17,11 @@ from typing import Any
 
 from normmatters.lab import config as _config
 from normmatters.lab.claims import CLAIMS, Claim
-from normmatters.lab.experiments import PRESETS
-from normmatters.lab.report import Report, collect, write_report
+from normmatters.lab.experiments import PRESETS, load_cell
+from normmatters.lab.report import Report, collect, draw
 from normmatters.lab.report.collect import PUBLISHED, Result, Run, describe, read_published
 from normmatters.lab.report.html import experiments_of
+from normmatters.lab.report.markdown import row
 from normmatters.lab.runlog import write_atomic
 from normmatters.lab.schema import suggest
 
@@ -36,16 +37,17 @@ def publish(runs: Iterable[str | Path], out: str | Path) -> list[Path]:
     """Write every finished (or diverged) run below ``runs`` to ``out``; the files that were written or replaced.
 
     Raises:
-        ValueError: none has finished; a run lies in a folder of another preset than ``out`` is named after; or ``out``
-            holds a run of the same cell with other settings, of any seed. Nothing is written then.
+        ValueError: none has finished; a run is of another preset than ``out`` is named after; or ``out`` holds a run of
+            the same cell with other settings, of any seed. Nothing is written then.
     """
     out, found = Path(out), collect(runs).runs
     chosen = [run for run in found if run.finished or run.diverged]
     if not chosen:
         raise ValueError(f"none of the runs has finished, there are {len(found)}")
     for run in chosen:
-        preset = "".join(run.path.resolve().parts[:-3][-1:])
-        if {preset, out.name} <= {*PRESETS} and preset != out.name:
+        presets = _presets_of(run)
+        if presets and out.name in PRESETS and out.name not in presets:
+            preset = " or ".join(presets)
             raise ValueError(f"{run.path} is of the preset {preset}, not {out.name}: publish it with --preset {preset}")
     files = {run.path: out / run.cell_id / f"seed{run.seed}{PUBLISHED}" for run in chosen}
     kept = {
@@ -63,6 +65,19 @@ def publish(runs: Iterable[str | Path], out: str | Path) -> list[Path]:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(file, _lines(run).encode())
     return sorted(files.values())
+
+
+def _presets_of(run: Run) -> list[str]:
+    """By the name of the folder above its experiment, else by its settings; none for settings that no preset has."""
+    folder = "".join(run.path.resolve().parts[:-3][-1:])
+    if folder in PRESETS:
+        return [folder]
+    own = _run_config(run)
+    try:
+        cell = load_cell(run.cell_id)
+    except ValueError:  # of the user's own
+        return []
+    return [preset for preset in PRESETS if not _config.differences(cell.config(preset, run.seed), own)]
 
 
 def _run_config(run: Run) -> _config.RunConfig:
@@ -102,9 +117,8 @@ def redraw(results: str | Path, pages: Iterable[str | Path] = ()) -> list[Report
     if not presets:  # and another README.md may be there
         raise ValueError(f"{results}: no published runs below it; `normmatters publish RUNS` adds some")
     texts = {Path(page): _parts(Path(page)) for page in pages}
-    reports = [
-        write_report([results / p], results / p / "report", command="make report", images=False) for p in presets
-    ]
+    read = {preset: collect([results / preset]) for preset in presets}
+    reports = [draw(runs, results / p / "report", command="make report", images=False) for p, runs in read.items()]
     named = list(zip(presets, reports))
     write_atomic(results / "README.md", "\n".join([_ABOUT, *(_overview(p, r) for p, r in named)]).encode())
     for page, parts in texts.items():
@@ -161,8 +175,8 @@ def _cell(title: str, result: Result) -> str:
     words, here = describe(result.config), result.text(result.cell.paper.metric)
     setting = f"{words['network']} on {words['data']}, {words['epochs']} epochs, {words['precision']}"
     commits = sorted({str(run.environment.get("commit") or "unknown")[:7] for run in result.done})
-    cells = (title, result.cell.label, result.paper_text, here, str(len(result.done)), setting, ", ".join(commits))
-    return f"| {' | '.join(cells)} |"
+    seeds = str(len(result.done))
+    return row(title, result.cell.label, result.paper_text, here, seeds, setting, ", ".join(commits))
 
 
 def _claims(words: str, reports: Sequence[tuple[str, Report]], page: Path) -> str:

@@ -117,7 +117,7 @@ class RunFolder:
         if not existing.is_file():
             return
         try:
-            old = from_dict(json.loads(existing.read_text()), str(existing))
+            old = from_dict(json.loads(existing.read_text(encoding="utf-8")), str(existing))
         except ValueError as error:
             raise RunError("other_run", f"{existing} cannot be read ({error}); choose another folder") from None
         if config_hash(old) == config_hash(config):

@@ -87,15 +87,12 @@ def explain(lr: float, weight_decay: float, momentum: float = 0.0) -> list[Row]:
     recipe = Recipe(lr, weight_decay, momentum)
     total, _ = filter_sums(momentum)
     product, bound = lr * weight_decay, largest_decay(momentum)
-    if product == 0:
-        return [
-            Row(
-                "angle a step",
-                "no equilibrium",
-                "without weight decay the norm grows and the angle falls for ever" if lr else "with lr 0 nothing moves",
-            ),
-            Row("effective lr", f"{lr * total:g}", "η/(1−μ)"),
-        ]
+    limit = 2 * (1 + momentum)  # from there on w ← (1−ηλ)w with momentum overshoots zero by more each time
+    if product == 0 or product >= limit:
+        why = "without weight decay the norm grows and the angle falls for ever" if lr else "with lr 0 nothing moves"
+        if product:
+            why = f"lr · weight decay is {product:g}, and from 2(1+μ) = {limit:g} on decay makes weights grow"
+        return [Row("angle a step", "no equilibrium", why), Row("effective lr", f"{lr * total:g}", "η/(1−μ)")]
     rows = [
         Row(
             "angle a step",

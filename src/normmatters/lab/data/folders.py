@@ -23,7 +23,7 @@ class ArraySource:
         if x.dtype != np.uint8 or x.ndim != 4 or len(x) == 0 or 3 not in (x.shape[1], x.shape[3]):
             told = "expected uint8 images (N, 3, H, W) or (N, H, W, 3)"
             raise ValueError(f"{name}: {told}, got {x.dtype} {x.shape}")
-        if len(x) != len(y) or y.ndim != 1:
+        if y.ndim != 1 or len(x) != len(y):
             raise ValueError(f"{name}: {len(x)} images but labels of shape {y.shape}")
         if y.dtype.kind not in "iu" or y.min() < 0:
             raise ValueError(f"{name}: expected labels 0, 1, 2, ..., got {y.dtype} from {y.min()}")
@@ -123,7 +123,7 @@ def _arrays(folder: Path, split: str, size: int | None) -> ArraySource:
 def _files(folder: Path, number: dict[str, int]) -> tuple[list[Path], list[int]]:
     annotations = folder / "val_annotations.txt"  # Tiny-ImageNet names its validation classes in a table
     if annotations.is_file() and (folder / "images").is_dir():  # many sort it into folders, and leave the table
-        rows = [[*line.split("\t"), ""][:2] for line in annotations.read_text().splitlines() if line]
+        rows = [[*line.split("\t"), ""][:2] for line in annotations.read_text(encoding="utf-8").splitlines() if line]
         if unknown := [label for _, label in rows if label not in number]:
             told = f"{annotations}: no class {unknown[0]!r} in train"
             raise ValueError(f"{told}; a line has an image, a tab and its class")

@@ -60,7 +60,7 @@ def build_image_model(config: ModelConfig, *, channels: int, classes: int, size:
 
 
 def build_text_model(config: ModelConfig, vocabulary: int, max_length: int) -> Translator:
-    """LSTM or Transformer; sizes that the config leaves open are the paper's (``transformer_small``: a third of it)."""
+    """LSTM or Transformer; sizes that the config leaves open are the paper's (``transformer_small``: half of each)."""
     norm = norm_factory(config)
     usual: dict[str, dict[str, Any]] = {
         "lstm": {"layers": 2, "d_model": 512, "dropout": 0.2},

@@ -15,7 +15,7 @@ from normmatters.lab.report.judge import Verdict, judge_all, not_run
 from normmatters.lab.report.markdown import markdown
 from normmatters.lab.runlog import write_atomic
 
-__all__ = ["Collection", "Report", "Verdict", "collect", "judge_all", "write_report"]
+__all__ = ["Collection", "Report", "Verdict", "collect", "draw", "judge_all", "write_report"]
 
 _FIGURE = re.compile(r"(\w+)-\d+\.(svg|png)")
 
@@ -41,20 +41,23 @@ def write_report(runs: Iterable[str | Path], out: str | Path, *, command: str = 
     >>> write_report(["runs/quick"], "runs/quick/report").html        # doctest: +SKIP
     PosixPath('runs/quick/report/report.html')
     """
-    collection = collect(runs)
+    return draw(collect(runs), out, command=command, images=images)
+
+
+def draw(collection: Collection, out: str | Path, *, command: str = "", images: bool = True) -> Report:
+    """:func:`write_report` of runs that have been read."""
     verdicts, missing = judge_all(collection), not_run(collection)
     folder = Path(out) / "figures"
     folder.mkdir(parents=True, exist_ok=True)
     figures: list[Path] = []
     for e in experiments_of(collection):
         for i, (_, chart) in enumerate(charts(e, collection)):
-            figures.append(_write(folder / f"{e.name}-{i}.svg", svg(chart, standalone=True, id=f"{e.name}-{i}")))
+            name = f"{e.name}-{i}"
+            figures.append(_write(folder / f"{name}.svg", svg(chart, standalone=True, id=name).encode()))
             if images:
-                path = folder / f"{e.name}-{i}.png"
-                png(chart, path)
-                figures.append(path)
-    html = _write(Path(out) / "report.html", page(collection, verdicts, missing, command))
-    text = _write(Path(out) / "report.md", markdown(collection, verdicts, missing))
+                figures.append(_write(folder / f"{name}.png", png(chart)))
+    html = _write(Path(out) / "report.html", page(collection, verdicts, missing, command).encode())
+    text = _write(Path(out) / "report.md", markdown(collection, verdicts, missing).encode())
     names = experiment_names()
     for path in folder.iterdir():  # there may be pictures of the user's own among them
         ours = _FIGURE.fullmatch(path.name)
@@ -63,6 +66,6 @@ def write_report(runs: Iterable[str | Path], out: str | Path, *, command: str = 
     return Report(html, text, tuple(figures), tuple(verdicts), missing, collection)
 
 
-def _write(path: Path, text: str) -> Path:
-    write_atomic(path, text.encode())
+def _write(path: Path, data: bytes) -> Path:
+    write_atomic(path, data)
     return path

@@ -252,9 +252,11 @@ def collect(paths: Iterable[str | Path]) -> Collection:
         if cell.source in by_cell
     }
     for id, group in by_cell.items():
-        if id not in cells:
-            label = str(group[0].config.get("label") or group[0].config["cell"])
-            results[id] = Result(Cell(id, label, group[0].path, {}, {}, Paper()), tuple(group))
+        if id not in cells or cells[id].same_as:  # the lab runs that one under the other's name
+            config = group[0].config
+            paper = Paper("ppl" if config["data"]["name"] in _config.TEXT else "accuracy")
+            cell = Cell(id, config["label"] or config["cell"], group[0].path, {}, {}, paper)
+            results[id] = Result(cell, tuple(group))
     return Collection(results, tuple(runs))
 
 
@@ -266,13 +268,13 @@ def read_published(path: Path) -> Run:
     """A run that ``publish`` wrote."""
     parts: dict[str, Any] = {"config": None, "environment": {}, "summary": None, "error": None}
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):  # of a str, a label's U+2028 would end one too
         try:
             record = json.loads(line)
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: not JSON: {error}") from None
         if not isinstance(record, dict):
-            raise ValueError(f"{path}, line {number}: expected a JSON object, got {line[:40]}")
+            raise ValueError(f"{path}, line {number}: expected a JSON object, got {json.dumps(record)[:40]}")
         if "epoch" in record:
             rows.append(record)
         else:
@@ -325,7 +327,6 @@ _DATA = {
 _MODELS = {
     "small_cnn": "a small convnet",
     "vgg11": "VGG11",
-    "lstm": "2-layer LSTM with attention",
     "transformer": "Transformer base",
     "transformer_small": "a small Transformer",
 }
@@ -333,7 +334,7 @@ _MODELS = {
 
 def _own_images(data: dict[str, Any]) -> str:
     """The name of a folder of images of the user's own; empty for ImageNet and all other sets."""
-    folder = Path(data["dir"] or "imagenet").name
+    folder = Path(data["dir"] or "imagenet").name or "images"  # "." has no name
     return folder if data["name"] == "imagefolder" and folder != "imagenet" else ""
 
 
@@ -342,11 +343,13 @@ def describe(config: dict[str, Any]) -> dict[str, str]:
     data, model, optim = config["data"], config["model"], config["optim"]
     name = _own_images(data) or data["name"]
     if data["name"] == "text":
-        folder = str(data["dir"] or "parallel text").rpartition("/")[2]
+        folder = Path(data["dir"] or "multi30k").name or "parallel text"
         name = {"wmt14": "WMT14", "multi30k": "Multi30k"}.get(folder, folder) + f" {data['source']}-{data['target']}"
     network = str(model["name"])
     network = _MODELS.get(network, network.replace("resnet", "ResNet-"))
     sizes = {key: model[key] for key in ("width", "layers", "d_model")}
+    if network == "lstm":
+        network = f"{sizes.pop('layers') or 2}-layer LSTM with attention"
     extra = [f"{k} {v:g}" for k, v in sizes.items() if v is not None and (k, v) != ("width", 1.0)]
     milestones = ", ".join(f"{m:g}" for m in optim["milestones"])
     drops = f", ÷{1 / optim['gamma']:g} at {milestones}" if milestones and optim["schedule"] == "step" else ""

@@ -6,13 +6,13 @@ Series differ by colour and by dash, so that no reader depends on colour alone.
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from html import escape
-from pathlib import Path
 
 __all__ = ["DARK", "DASHES", "LIGHT", "Chart", "Series", "legend_key", "png", "svg"]
 
@@ -26,11 +26,15 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 12, 12, 40
 
 @dataclass(frozen=True)
 class Series:
-    """``points`` are (x, mean, low, high); ``slot`` picks colour and dash, so that a cell looks the same everywhere."""
+    """``points`` are (x, mean, low, high); ``slot`` picks colour and dash, so that a cell looks the same everywhere.
+
+    One that ``diverged`` may leave the frame: beside a perplexity of 1e304 all others would be one line.
+    """
 
     label: str
     points: tuple[tuple[float, float, float, float], ...]
     slot: int
+    diverged: bool = False
 
 
 @dataclass(frozen=True)
@@ -52,13 +56,15 @@ class Chart:
 
 def _y_range(chart: Chart) -> tuple[float, float]:
     """All curves' ends and most of their middles; the first steep epochs may leave the frame."""
-    values = sorted(p[1] for s in chart.series for p in s.points if not chart.log or p[1] > 0)
+    drawn = [s for s in chart.series if s.points]
+    framed = [s for s in drawn if not s.diverged] or drawn
+    values = sorted(p[1] for s in framed for p in s.points if not chart.log or p[1] > 0)
     if not values:
         return (0.1, 1.0) if chart.log else (0.0, 1.0)
     if chart.log:
         low, high = values[0], values[-1]
         return (low / 1.15, high * 1.15) if high / low > 1.05 else (low / 1.2, high * 1.2)
-    ends = max(s.points[-1][1] for s in chart.series if s.points)
+    ends = max(s.points[-1][1] for s in framed)
     high = max(values[math.ceil(0.93 * len(values)) - 1], ends)
     low = values[0]
     pad = 0.08 * (high - low) or 0.1 * abs(high) or 1.0
@@ -189,13 +195,20 @@ def _style() -> str:
     return f"{theme(LIGHT, '#24292f', '#e3e7ec', '#ffffff')}{shapes}@media(prefers-color-scheme:dark){{{dark}}}"
 
 
-def png(chart: Chart, path: Path) -> None:
+def png(chart: Chart) -> bytes:
     """The same chart by matplotlib, for places that take no SVG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.4, 4.2))
     axes = figure.add_axes((0.12, 0.12, 0.86, 0.8))
+    if chart.log:
+        axes.set_yscale("log")
+    low, high = _y_range(chart)
+    axes.set_ylim(low, high)  # first: matplotlib looks for no limits of its own then, and 1e304 has none
+    ticks = _ticks(low, high, chart.log)
+    axes.set_yticks(ticks, [_number(tick) for tick in ticks])
+    axes.set_yticks([], minor=True)  # a logarithmic axis writes its own between them, as 6 × 10¹
     for s in chart.series:
         if not s.points:
             continue
@@ -205,21 +218,15 @@ def png(chart: Chart, path: Path) -> None:
         axes.plot(x, mean, color=LIGHT[s.slot % 6], linestyle=style, linewidth=1.7, label=s.label)
         axes.fill_between(x, least, most, color=LIGHT[s.slot % 6], alpha=0.13, linewidth=0)
     axes.set(title=chart.title, xlabel="epoch", ylabel=chart.axis)
-    low, high = _y_range(chart)
-    if chart.log:
-        axes.set_yscale("log")
-    ticks = _ticks(low, high, chart.log)
-    axes.set_yticks(ticks, [_number(tick) for tick in ticks])
-    axes.set_yticks([], minor=True)  # a logarithmic axis writes its own between them, as 6 × 10¹
-    axes.set_ylim(low, high)
     axes.grid(axis="y", color="#e3e7ec")
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8.5)
-    FigureCanvasAgg(figure).print_png(path)
+    FigureCanvasAgg(figure).print_png(image := io.BytesIO())
+    return image.getvalue()
 
 
 def _number(value: float) -> str:
-    if value and (abs(value) < 1e-3 or abs(value) >= 1e5):
+    if value and (abs(value) < 1e-3 or abs(value) >= 1e4):
         mantissa, _, exponent = f"{value:.1e}".partition("e")
         return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
     return f"{value:.4g}"

@@ -51,19 +51,22 @@ def page(collection: Collection, verdicts: Sequence[Verdict], not_run: str = "",
 
 def facts(collection: Collection) -> dict[str, str]:
     """What the whole report rests on: how many runs, on which data, where, and how long."""
-    env = next((r.environment for r in collection.runs if r.environment), {})
-    data = Counter(describe(r.config)["data"] for r in collection.runs)
+
+    def all_of(key: str) -> str:
+        return ", ".join(dict.fromkeys(str(r.environment[key]) for r in collection.runs if r.environment.get(key)))
+
+    data = dict.fromkeys(describe(r.config)["data"] for r in collection.runs)
     seeds = sorted({r.seed for r in collection.runs})
     seconds = sum(float(row.get("seconds") or 0) for r in collection.runs for row in r.metrics)
     found = {
         "Runs": f"{len([r for r in collection.runs if r.finished or r.diverged])} of {len(collection.runs)}",
         "Seeds": f"{len(seeds)}",
         "Data": ", ".join(data),
-        "Device": str(env.get("device") or "unknown"),
-        "torch": str(env.get("torch") or "unknown"),
+        "Device": all_of("device"),
+        "torch": all_of("torch"),
         "Training time": f"{seconds / 3600:.1f} h" if seconds >= 3600 else f"{seconds / 60:.1f} min",
     }
-    return {k: v for k, v in found.items() if v != "unknown"}
+    return {k: v for k, v in found.items() if v}
 
 
 def experiments_of(collection: Collection) -> list[Experiment]:
@@ -94,9 +97,9 @@ def charts(experiment: Experiment, collection: Collection) -> list[tuple[Panel, 
         metric = METRICS[panel.metric]
         curves = {(panel.metric, name) for name in panel.cells if name in results}
         series = tuple(
-            Series(results[name].cell.label, tuple(results[name].curve(panel.metric)), slot)
+            Series(r.cell.label, tuple(r.curve(panel.metric)), slot, r.diverged)
             for slot, name in enumerate(panel.cells)
-            if name in results
+            if (r := results.get(name)) is not None
         )
         title = panel.title + _stand_in(panel, [results[n] for n in panel.cells if n in results])
         chart = Chart(title, metric.label, series, metric.log, metric.unit)
@@ -145,7 +148,8 @@ def _summary(sections: Sequence[Experiment], verdicts: Sequence[Verdict], not_ru
             rows += [_claim_row(v) for v in own]
     rule = (
         "A claim is judged by the rule beside it. Noise is two standard errors: over seeds where there are three or "
-        "more, else that of a validation set of its size; of one seed's BLEU or perplexity it is not known. "
+        "more, else that of a validation set of its size; of BLEU and perplexity the deviation of two seeds stands for "
+        "it, and of one seed's it is not known. "
         "A difference is real beyond the noise. Two are alike within their margin, however large the noise; "
         "beyond it by less than the noise is left open. "
         "Networks are called as in the paper; where another one stood in, its section says so."
@@ -287,7 +291,11 @@ def _cell(r: Result, name: str, head: str, setting: str = "") -> str:
 
 def _regimes(results: dict[str, Result]) -> str:
     """The settings of every cell, those that are the same in all of them said once."""
-    described = {r.cell.label: {**describe(r.config), **_special(r)} for r in results.values()}
+    count = Counter(r.cell.label for r in results.values())
+    described = {  # Figure 2 has an "L2" of each network
+        r.cell.label if count[r.cell.label] == 1 else f"{r.cell.label} ({name})": {**describe(r.config), **_special(r)}
+        for name, r in results.items()
+    }
     if not described:
         return ""
     keys = list(dict.fromkeys(k for words in described.values() for k in words))

@@ -8,7 +8,7 @@ from typing import Literal
 
 from normmatters.lab.claims import CLAIMS, Claim
 from normmatters.lab.experiments import PRESETS, load_cell
-from normmatters.lab.report.collect import METRICS, Collection, Number, Result
+from normmatters.lab.report.collect import METRICS, Collection, Number, Result, describe
 
 __all__ = ["MARKS", "Kind", "Verdict", "judge", "judge_all", "not_run"]
 
@@ -71,6 +71,10 @@ def judge(claim: Claim, collection: Collection) -> Verdict:
         return Verdict(claim, "open", f"no finished run of {claim.a}")
     if b is None or not b.done:
         return Verdict(claim, "open", f"no finished run of {claim.b}")
+    trained = {cell: _trained(collection.results[cell]) for cell in sorted(claim.cells & collection.results.keys())}
+    if len({*trained.values()}) > 1:  # such as one at another preset
+        told = ", ".join(f"{load_cell(cell).label} on {how}" for cell, how in trained.items())
+        return Verdict(claim, "open", f"not trained alike: {told}")
     if claim.rule == "diverges":
         return _diverges(claim, a, b)
     if claim.rule == "sooner":
@@ -99,6 +103,12 @@ def judge(claim: Claim, collection: Collection) -> Verdict:
         # A difference that is the margin itself in print must not fail on the last bit of a float.
         verdict = "holds" if over <= 1e-9 else "fails" if over > noise else "open"
     return Verdict(claim, verdict, measured)
+
+
+def _trained(result: Result) -> str:
+    """On what, and for how long: in every preset the same for all cells of a claim."""
+    words = describe(result.config)
+    return f"{words['data']} ({words['training examples']}), {words['epochs']} epochs of batches of {words['batch']}"
 
 
 def _who(a: Result, b: Result) -> str:
@@ -133,7 +143,9 @@ def _sooner(claim: Claim, a: Result, b: Result) -> Verdict:
         reached = f"only {end.mean:.2f} % reached" if end else "no error recorded"
         return Verdict(claim, "fails" if first[1] is not None else "open", reached)
     if first[1] is None:
-        return Verdict(claim, "holds", f"epoch {first[0]:g}, without it never")
+        trained = max((epoch for epoch, *_ in b.curve("error")), default=0)
+        known = b.diverged or first[0] * claim.margin <= trained  # else it might have come there in time
+        return Verdict(claim, "holds" if known else "open", f"epoch {first[0]:g}, without it not in {trained:g}")
     ratio = first[1] / max(first[0], 1)
     return Verdict(claim, "holds" if ratio >= claim.margin else "fails", f"epoch {first[0]:g} against {first[1]:g}")
 
@@ -167,6 +179,9 @@ def _cheaper(claim: Claim, a: Result, b: Result) -> Verdict:
     if x is None or y is None:
         return Verdict(claim, "open", f"no {metric.label} recorded")
     measured = f"{x.mean:.2f} against {y.mean:.2f} {metric.unit}"
-    if not all(run.alone_on_gpu for run in (*a.done, *b.done)):
+    runs = (*a.done, *b.done)
+    if not all(run.alone_on_gpu for run in runs):
         return Verdict(claim, "open", f"{measured}: not from runs that had a GPU to themselves")
+    if len({(run.environment.get("device"), run.environment.get("world_size", 1)) for run in runs}) > 1:
+        return Verdict(claim, "open", f"{measured}: not on the same device")
     return Verdict(claim, "holds" if x.mean < y.mean else "fails", measured)

@@ -10,7 +10,7 @@ from normmatters.lab.report.collect import Collection, Result, describe, differe
 from normmatters.lab.report.html import charts, experiments_of, facts
 from normmatters.lab.report.judge import Verdict
 
-__all__ = ["markdown"]
+__all__ = ["markdown", "row"]
 
 
 def markdown(collection: Collection, verdicts: Sequence[Verdict], not_run: str = "") -> str:
@@ -24,7 +24,7 @@ def markdown(collection: Collection, verdicts: Sequence[Verdict], not_run: str =
     ]
     if verdicts:
         lines += ["| | Claim | Measured | Rule |", "|---|---|---|---|"]
-        lines += [_row(v.mark, f"{v.claim.text} ({v.claim.check})", v.measured, v.claim.rule_text) for v in verdicts]
+        lines += [row(v.mark, f"{v.claim.text} ({v.claim.check})", v.measured, v.claim.rule_text) for v in verdicts]
     lines += ["", not_run] if not_run else []
     for e in experiments_of(collection):
         results = collection.of(e.name)
@@ -39,17 +39,21 @@ def markdown(collection: Collection, verdicts: Sequence[Verdict], not_run: str =
         lines += [_result(results[name]) for name in e.rows if name in results]
     if collection.unfinished:
         lines += ["", "## Not finished", ""]
-        lines += [
-            f"- {r.cell_id}, seed {r.seed}: {(r.error or {}).get('message', 'stopped')}" for r in collection.unfinished
-        ]
+        reasons = ((r, (r.error or {}).get("message", "stopped")) for r in collection.unfinished)
+        lines += [f"- {r.cell_id}, seed {r.seed}: {_one_line(reason)}" for r, reason in reasons]
     return "\n".join(lines) + "\n"
 
 
 def _result(result: Result) -> str:
     words, here = describe(result.config), result.text(result.cell.paper.metric)
     setting = f"{words['network']} on {words['data']}"
-    return _row(result.cell.label, result.paper_text, here, f"{len(result.done)}", setting)
+    return row(result.cell.label, result.paper_text, here, f"{len(result.done)}", setting)
 
 
-def _row(*cells: str) -> str:
-    return "| " + " | ".join(c.replace("|", "\\|") for c in cells) + " |"
+def row(*cells: str) -> str:
+    """One line of a table."""
+    return "| " + " | ".join(_one_line(c).replace("|", "\\|") for c in cells) + " |"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
