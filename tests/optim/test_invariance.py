@@ -201,6 +201,8 @@ def test_bad_input_is_named() -> None:
         scale_invariant_parameters(torch.ones(2), torch.ones(2))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="tol must lie"):
         scale_invariant_parameters(model, batch(0)[0], tol=0.0)
+    with pytest.raises(TypeError, match=r"must be a floating-point torch\.dtype, got torch\.int32"):
+        scale_invariant_parameters(model, batch(0)[0], dtype=torch.int32)
     ambiguous = nn.Sequential()
     ambiguous.module, ambiguous.fc = nn.Sequential(), nn.Linear(2, 2)
     ambiguous.module.fc = nn.Linear(2, 2)
@@ -226,6 +228,31 @@ def test_bad_input_is_named() -> None:
 
     with pytest.raises(ValueError, match="different outputs"):
         scale_invariant_parameters(Counting(3, 2), torch.randn(4, 3))
+
+
+def test_complex_weights_keep_their_imaginary_part() -> None:
+    """The copy in float64 had the real parts alone: another function, or one that could not be computed."""
+
+    class Spectral(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.tensor([0j, 1j, 0j]))
+
+        def forward(self, x: Tensor) -> Tensor:
+            assert self.weight.is_complex()
+            return torch.fft.irfft(torch.fft.rfft(x) * self.weight, n=4)
+
+    model = nn.Sequential(Spectral(), nn.Linear(4, 3), nn.BatchNorm1d(3))
+    first, second = split_parameters(model, torch.randn(8, 4))
+    assert [name for name, _ in first["params"]] == ["1.weight"]
+    assert [name for name, _ in second["params"]] == ["0.weight", "1.bias", "2.weight", "2.bias"]
+
+    class Spectrum(nn.LayerNorm):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.fft.rfft(super().forward(x)).conj()
+
+    complex_output = nn.Sequential(nn.Linear(4, 4, bias=False), Spectrum(4))
+    assert list(scale_invariant_parameters(complex_output, torch.randn(8, 4))) == ["0.weight"]
 
 
 def test_normalizations_and_weight_norm_of_this_library() -> None:

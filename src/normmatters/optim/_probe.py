@@ -41,9 +41,11 @@ def run(model: nn.Module, example_input: Any) -> Any:
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:
-    """All floating-point tensors in nested tuples, lists, mappings."""
+    """All floating-point tensors in nested tuples, lists, mappings; complex ones as pairs of numbers."""
     if isinstance(output, Tensor):
-        if output.is_floating_point():
+        if output.is_complex():
+            yield torch.view_as_real(output.resolve_conj())
+        elif output.is_floating_point():
             yield output
     elif isinstance(output, Mapping):
         for value in output.values():
@@ -55,7 +57,9 @@ def _tensors(output: Any) -> Iterator[Tensor]:
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, Tensor):
-        return value.detach().to(dtype) if value.is_floating_point() else value
+        if value.is_complex():  # `Module.to` would drop the imaginary part
+            dtype = dtype.to_complex()
+        return value.detach().to(dtype) if value.is_floating_point() or value.is_complex() else value
     if isinstance(value, Mapping):
         return {k: _cast(v, dtype) for k, v in value.items()}
     if isinstance(value, tuple | list):
@@ -86,7 +90,7 @@ class Probe:
         if any(t.is_meta for t in [*model.parameters(), *model.buffers()]):
             raise ValueError("the model must hold numbers to be tested, it has tensors on the meta device")
         try:
-            self.model = copy.deepcopy(model).to(dtype).train()
+            self.model = copy.deepcopy(model)._apply(lambda t: _cast(t, dtype)).train()
         except (RuntimeError, TypeError) as error:
             raise ValueError(
                 f"the model must allow copy.deepcopy, to be tested without touching it: {error}"

@@ -254,7 +254,8 @@ def scale_invariant_parameters(
     buffers, mode and the global random state stay as they are.
 
     Args:
-        model: any module; tested in training mode, so that batch norm normalizes by the batch.
+        model: any module; tested in training mode, so that batch norm normalizes by the batch. Complex parameters are
+            part of it, and not tested themselves.
         example_input: a tensor, a tuple of positional or a dict of keyword arguments. A small real batch is best.
         tol: largest |cos(w, ∇L)| and relative change of the output that count as none. Both come out below 1e-10 where
             eps is an attribute of its module, and at about eps/variance where the code passes it as a literal.
@@ -273,6 +274,8 @@ def scale_invariant_parameters(
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if not 0 < tol < 1 or probes < 1:
         raise ValueError(f"tol must lie in (0, 1) and probes be 1 or more, got {tol} and {probes}")
+    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"dtype must be a floating-point torch.dtype, got {dtype!r}")
     bare = unwrap(model)
     devices = {t.device for t in [*bare.parameters(), *bare.buffers()] if t.device.type == "cuda"}
     with torch.random.fork_rng(devices=list(devices)), torch.inference_mode(False), torch.enable_grad():
