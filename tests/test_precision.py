@@ -108,6 +108,8 @@ def test_unsupported_calls():
             precision.batch_norm(x, training=True, p=1.5)
         with pytest.raises(ValueError, match="RMS norm"):
             precision.rms_norm(x, (3,), p="range")
+        with pytest.raises(RuntimeError, match=r"does not go through the transforms of torch\.func"):
+            torch.func.vmap(L1LayerNorm(3))(x)
         with pytest.raises(ValueError, match="more than 1 value"):
             precision.batch_norm(x[:1], training=True)
         with pytest.raises(ValueError, match="needs k <= the 3 values"):

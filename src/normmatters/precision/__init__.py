@@ -300,6 +300,11 @@ def _required() -> Arithmetic:
     setting = active()
     if setting is None:
         raise RuntimeError("no arithmetic is active: call this inside `with precision.arithmetic(...)`")
+    if torch._C._are_functorch_transforms_active():
+        raise RuntimeError(
+            "precision.arithmetic does not go through the transforms of torch.func (vmap, grad, jvp): take gradients "
+            "by backward() or torch.autograd.grad here, or leave the arithmetic"
+        )
     return setting
 
 
