@@ -229,6 +229,8 @@ def test_errors_name_the_parameter_and_change_nothing(recorded: tuple[Recording,
         schedule.step(3)
     with pytest.raises(ValueError, match="other weights"):
         schedule.load_state_dict({**schedule.state_dict(), "names": ["v"]})
+    with pytest.raises(ValueError, match="one is an LR schedule, the other a recording"):
+        schedule.load_state_dict({**schedule.state_dict(), "source": {"step": 3}})
 
 
 def test_weight_decay_that_comes_later_is_refused_before_a_weight_moves() -> None:

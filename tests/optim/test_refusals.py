@@ -21,15 +21,18 @@ from normmatters.optim import (
     AngularSGD,
     NormRecorder,
     NormSchedule,
+    Recipe,
     Recording,
     StepSizeCorrection,
     WeightDecayFreeAdamW,
     WeightDecayFreeSGD,
     adamw_equilibrium_angle,
     adamw_equilibrium_norm,
+    channel_norms,
     equilibrium_angle,
     equilibrium_norm,
     norm_trajectory,
+    predict_equilibrium,
     steps_to_equilibrium,
 )
 from normmatters.optim._rows import resolve
@@ -68,6 +71,30 @@ def test_numbers_out_of_range_of_a_momentum() -> None:
         adamw_equilibrium_angle(1e-3, 0.1, 1.0)
     with pytest.raises(ValueError, match="weight_decay"):
         norm_trajectory([0.1], -1.0, 0.9, 1.0, 1.0)
+
+
+def test_arguments_of_another_kind_are_named() -> None:
+    ones = torch.ones(2, 2, requires_grad=True)
+    with pytest.raises(TypeError, match="unit_gradient must be a tensor, got float"):
+        equilibrium_norm(2.0, 0.1, 5e-4)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="unit_gradient must be a number, got str"):
+        norm_trajectory([0.1], 5e-4, 0.9, "1", 1.0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="numel must be >= 0 and finite, got -3"):
+        adamw_equilibrium_norm(-3, 0.1, 5e-4)
+    with pytest.raises(TypeError, match="lr must be a number, got str"):
+        Recipe.from_angle(0.01, "0.1")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="gradients must be a list of dicts, one for each batch, got dict"):
+        predict_equilibrium({"w": ones}, 0.1, 5e-4, gradients={"w": ones})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"expected \(name, tensor\) pairs, .*got \(str, int\)"):
+        predict_equilibrium({"w": 3}, 0.1, 5e-4)  # type: ignore[dict-item]
+    with pytest.raises(TypeError, match=r"expected a module, a mapping or \(name, tensor\) pairs, got int"):
+        NormRecorder(3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"dim must lie in \[-2, 2\) .*got 0\.5"):
+        channel_norms(ones, 0.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="dim a is no dimension of parameter 0 of group 0"):
+        AngularSGD([ones], angle=0.1, dim="a")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"betas must be two numbers, got 0\.9"):
+        WeightDecayFreeAdamW([ones], betas=0.9)  # type: ignore[arg-type]
 
 
 def test_numbers_of_numpy() -> None:
@@ -290,6 +317,16 @@ def test_a_recorders_state_of_other_parameter_groups() -> None:
     after = recorder.state_dict()
     assert after.keys() == before.keys()
     assert torch.equal(after["settings"], before["settings"])
+
+
+def test_a_damaged_state_leaves_a_recorder_its_rows() -> None:
+    recorder = NormRecorder({"w": weight(2, 3)})
+    recorder.step()
+    damaged = recorder.state_dict()
+    del damaged["previous"], damaged["steps"]
+    with pytest.raises(ValueError, match="damaged: it has no previous, steps"):
+        recorder.load_state_dict(damaged)
+    assert len(recorder.recording().steps) == 2
 
 
 REFERENCES: dict[str, Callable[[list[dict[str, Any]]], torch.optim.Optimizer]] = {

@@ -182,6 +182,8 @@ class NormSchedule(LRScheduler):
         """Continue where `state_dict` was taken. Load the model's weights as well: this moves none."""
         if state_dict.get("names") != self._channels.names:
             raise ValueError(f"the state is of other weights: {state_dict.get('names')}, here {self._channels.names}")
+        if {*state_dict["source"]} != {*self._source.state_dict()}:
+            raise ValueError("the state is of another source: one is an LR schedule, the other a recording")
         self._source.load_state_dict(state_dict["source"])
         self.__dict__.update({k: v for k, v in state_dict.items() if k not in ("names", "source")})
 

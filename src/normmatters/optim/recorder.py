@@ -286,6 +286,9 @@ class NormRecorder:
                 raise ValueError(
                     f"the state is of another recorder: its {key} is {state.get(key)!r}, here it is {mine!r}"
                 )
+        needed = ("rows", "settings", "setting", "previous", "steps", "row_steps", "epoch_ends")
+        if lacking := [key for key in needed if key not in state]:
+            raise ValueError(f"the state is damaged: it has no {', '.join(lacking)}")
         if state["settings"].shape[1] != len(self._setting):
             raise ValueError(
                 f"the state has {state['settings'].shape[1] // 2} parameter groups, here are {len(self._setting) // 2}"

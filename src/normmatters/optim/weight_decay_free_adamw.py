@@ -76,7 +76,7 @@ class WeightDecayFreeAdamW(WeightDecayFree):
         check_number("lr", group["lr"])
         check_number("eps", group["eps"])
         check_number("weight_decay", group["weight_decay"])
-        if len(group["betas"]) != 2:
+        if not isinstance(group["betas"], tuple | list) or len(group["betas"]) != 2:
             raise ValueError(f"betas must be two numbers, got {group['betas']}")
         for i, beta in enumerate(group["betas"]):
             check_number(f"betas[{i}]", beta, below=1.0)
