@@ -329,6 +329,17 @@ def test_a_damaged_state_leaves_a_recorder_its_rows() -> None:
     assert len(recorder.recording().steps) == 2
 
 
+class Holding(torch.optim.Optimizer):
+    """Keeps its optimizer as torch's ZeroRedundancyOptimizer does, not as `.optimizer`."""
+
+    def __init__(self, optim: torch.optim.Optimizer) -> None:
+        super().__init__(optim.param_groups, {})
+        self.optim, self.param_groups = optim, optim.param_groups
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optim.step(closure)
+
+
 REFERENCES: dict[str, Callable[[list[dict[str, Any]]], torch.optim.Optimizer]] = {
     "weight-decay-free": lambda groups: WeightDecayFreeSGD(
         [groups[0], groups[1] | {"weight_decay_free": False}], lr=0.1, weight_decay=0.01
@@ -338,6 +349,7 @@ REFERENCES: dict[str, Callable[[list[dict[str, Any]]], torch.optim.Optimizer]] =
     ),
     "recipe": lambda groups: AngularSGD([groups[0], groups[1] | {"angular": False}], lr=0.1),
     "wrapper": lambda groups: Angular(SGD([groups[0], groups[1] | {"angular": False}], lr=0.1)),
+    "held": lambda groups: Holding(REFERENCES["weight-decay-free"](groups)),
 }
 
 

@@ -224,10 +224,12 @@ class NormRecorder:
         for index in self._used_groups:
             group = self._optimizer.param_groups[index]
             lr, decay = group["lr"], group.get("weight_decay")
-            if isinstance(inner, WeightDecayFree) and group["weight_decay_free"]:
-                weights = self._weights_of[index]
-                weight = max(weights, key=lambda w: (w.grad is not None, w.requires_grad))  # not one that is frozen
-                lr, decay = inner._acting_lr(index, weight), math.nan
+            if group.get("weight_decay_free"):
+                lr = decay = math.nan  # of one that others keep elsewhere than in .optimizer, such as torch's ZeRO
+                if isinstance(inner, WeightDecayFree):
+                    weights = self._weights_of[index]
+                    weight = max(weights, key=lambda w: (w.grad is not None, w.requires_grad))  # not one that is frozen
+                    lr = inner._acting_lr(index, weight)
             elif group.get("angular"):
                 decay = math.nan
             lrs.append(lr)
