@@ -411,6 +411,24 @@ def test_a_weight_without_a_gradient_stays_to_the_bit(
     assert not torch.equal(weight, before[1])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("form", ["paper", "exact"])
+def test_a_channel_that_is_pruned_later_stays_zero(
+    form: Any, dtype: torch.dtype, strong: tuple[Recording, list[Tensor]]
+) -> None:
+    """It has no direction, and became NaN: 0 · 1/0."""
+    model = convnet(dtype)
+    model[4].eps = 1e-5
+    sgd = torch.optim.SGD(groups(model, 0.0), lr=0.1, momentum=0.9)
+    optimizer = StepSizeCorrection(sgd, strong[0], form=form)
+    train(model, optimizer, range(3))
+    with torch.no_grad():
+        model[3].weight[1] = 0
+    train(model, optimizer, range(3, 6))
+    assert model[3].weight[1].abs().max() < 1e-30
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
 def test_a_model_that_is_cast_or_moved_afterwards(strong: tuple[Recording, list[Tensor]]) -> None:
     """As with any optimizer of torch. It raised, with the weights left at the reference's scale."""
     ends = []

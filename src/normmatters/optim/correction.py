@@ -144,6 +144,7 @@ class StepSizeCorrection(OptimizerWrapper):
             self._check_invariance()
         row = self._rows[self._step.clamp(max=len(self._rows) - 1)]
         ratio = self._meter.read_().mul_(self._table[row].squeeze(0))
+        ratio.clamp_(min=torch.finfo(ratio.dtype).tiny)  # a channel that was pruned since stays 0, and is not 0 · 1/0
         growth = self._growth[row].squeeze(0)
         torch.mul(ratio, growth, out=self._factor).reciprocal_()
         self._scale_weights()

@@ -155,7 +155,8 @@ class NormSchedule(LRScheduler):
         for tensor, factor in changes:
             tensor.mul_(factor)
         if target is not None:
-            row = target / channels.norms()
+            norms = channels.norms()
+            row = torch.where(norms == 0, 1.0, target / norms)  # a channel that was pruned since stays 0
             torch._foreach_mul_([w.detach() for w in channels.weights], channels.broadcast(row))
 
     def get_lr(self) -> list[float | Tensor]:
