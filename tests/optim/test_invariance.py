@@ -230,6 +230,22 @@ def test_bad_input_is_named() -> None:
         scale_invariant_parameters(Counting(3, 2), torch.randn(4, 3))
 
 
+@pytest.mark.filterwarnings("ignore")  # of torch.jit
+def test_an_eps_that_cannot_be_set_stays() -> None:
+    class Fixed(nn.Module):
+        @property
+        def eps(self) -> float:
+            return 1e-6
+
+        def forward(self, x: Tensor) -> Tensor:
+            return layer_norm(x, x.shape[-1:], eps=self.eps)
+
+    fixed = nn.Sequential(nn.Linear(3, 4, bias=False), Fixed())
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(3, 4, bias=False), nn.LayerNorm(4)))
+    for model in (fixed, scripted):
+        assert list(scale_invariant_parameters(model, 3 * torch.randn(8, 3))) == ["0.weight"]
+
+
 def test_complex_weights_keep_their_imaginary_part() -> None:
     """The copy in float64 had the real parts alone: another function, or one that could not be computed."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from collections import Counter
@@ -101,7 +102,8 @@ class Probe:
         self.parameters = dict(named_parameters(self.model))
         for module in self.model.modules():
             if isinstance(eps := getattr(module, "eps", None), float) and eps > self.eps:
-                module.eps = self.eps  # type: ignore[assignment]
+                with contextlib.suppress(AttributeError, RuntimeError):  # a property, a constant of TorchScript: stays
+                    module.eps = self.eps  # type: ignore[assignment]
         torch.manual_seed(seed)
         with torch.no_grad():
             for p in self.parameters.values():
