@@ -89,6 +89,8 @@ def test_arguments_of_another_kind_are_named() -> None:
         predict_equilibrium({"w": 3}, 0.1, 5e-4)  # type: ignore[dict-item]
     with pytest.raises(TypeError, match=r"expected a module, a mapping or \(name, tensor\) pairs, got int"):
         NormRecorder(3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"metadata must map strings to strings, got 'on': device"):
+        NormRecorder({"w": ones}, metadata={"on": torch.device("cpu")})  # type: ignore[dict-item]
     with pytest.raises(ValueError, match=r"dim must lie in \[-2, 2\) .*got 0\.5"):
         channel_norms(ones, 0.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="dim a is no dimension of parameter 0 of group 0"):

@@ -114,6 +114,9 @@ class NormRecorder:
             raise ValueError(f'capacity needs every="step" and room for 2 rows or more, got {every!r} and {capacity}')
         if optimizer is not None and not isinstance(optimizer, Optimizer):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        for key, value in (metadata or {}).items():  # now, and not in `save`, when the run has ended
+            if not isinstance(key, str) or not isinstance(value, str):
+                raise TypeError(f"metadata must map strings to strings, got {key!r}: {value!r}")
         self._channels = Channels(*resolve(weights, dims))
         self._tested = isinstance(weights, TestedChannels) and dims is None
         self._interval = every if isinstance(every, int) else {"step": 1, "epoch": 0}[every]
