@@ -434,6 +434,24 @@ def test_a_schedule_that_leaves_the_learning_rates_is_refused(name: str, lr: flo
     assert torch.equal(weight, before)
 
 
+@pytest.mark.parametrize("kind", [WeightDecayFreeSGD, AngularSGD])
+@pytest.mark.parametrize(("name", "value"), [("lr", -1.0), ("momentum", 1.0), ("weight_decay", float("nan"))])
+def test_numbers_of_an_ordinary_group_that_leave_their_range_are_refused_before_a_weight_moves(
+    kind: Any, name: str, value: float
+) -> None:
+    """Angular SGD had turned the others by then, or had taken them: weight decay of nan made every weight nan."""
+    turned, plain = nn.Parameter(torch.eye(3, 4)), weight(3, 4)
+    ordinary = {"params": [plain], "angular": False, "weight_decay_free": False}
+    optimizer = kind([{"params": [turned]}, ordinary], lr=0.1, momentum=0.5, weight_decay=0.01)
+    for w in (turned, plain):
+        w.grad = torch.eye(3, 4).roll(1, 1)
+    optimizer.param_groups[1][name] = value
+    with pytest.raises(ValueError, match=f"{name} must be .*, got {value}"):
+        optimizer.step()
+    assert torch.equal(turned, torch.eye(3, 4))
+    assert plain.eq(1).all()
+
+
 def test_a_wrapper_that_refuses_a_state_keeps_its_own() -> None:
     def angular(*shapes: tuple[int, int]) -> tuple[Angular, list[nn.Parameter]]:
         weights = [nn.Parameter(torch.randn(shape)) for shape in shapes]
