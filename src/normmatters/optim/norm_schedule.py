@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from normmatters.optim._exponents import state_exponents, step_exponent
+from normmatters.optim._exponents import exponents
 from normmatters.optim._rows import Channels, Named, resolve
 from normmatters.optim.correction import StepSizeCorrection
 from normmatters.optim.recording import Form, Recording
@@ -96,20 +96,20 @@ class NormSchedule(LRScheduler):
         self._others = others
         if others == "scheduled":
             _check_unmixed(channels, self._groups, optimizer)
-        known = state_exponents(optimizer)
-        powers = known if state_powers is None else state_powers
+        known, known_powers = exponents(optimizer) or (None, None)
+        powers = known_powers if state_powers is None else state_powers
         if powers is None:
             raise ValueError(
                 f"how the state of {type(optimizer).__name__} scales is not known: pass state_powers={{name: power}}, "
                 "-1 for averages of gradients, -2 for averages of their squares, 0 for what stays"
             )
         self._powers = powers
-        if exponent is None and known is None:
+        exponent = known if exponent is None else exponent
+        if exponent is None:
             raise ValueError(
                 f"how the steps of {type(optimizer).__name__} scale is not known: pass exponent=2 where they are as "
                 "long as the gradients, as SGD's, and 1 where they do not depend on their length, as Adam's"
             )
-        exponent = step_exponent(optimizer) if exponent is None else exponent
         if not exponent > 0:
             raise ValueError(f"exponent must be positive, got {exponent}")
         initial = [float(group["lr"]) for group in optimizer.param_groups]
