@@ -104,7 +104,8 @@ class WeightDecayFreeAdamW(WeightDecayFree):
         plain, cohorts = self._gather()
         for group, found in plain:
             plain_lr = group["lr"] if group["capturable"] else host_value(group["lr"])
-            self._adamw(group, found, plain_lr, group["weight_decay"])
+            for part in found.by_kind():
+                self._adamw(group, part, plain_lr, group["weight_decay"])
         for group, cohort in cohorts:
             params, grads, (state, *_) = cohort
             lr, weight_decay = rates(group, on_host=not group["capturable"])
