@@ -233,6 +233,21 @@ def test_bad_input_is_named() -> None:
         scale_invariant_parameters(Counting(3, 2), torch.randn(4, 3))
 
 
+def test_a_model_is_cast_by_its_own_method() -> None:
+    class Lightning(nn.Sequential):
+        dtype = torch.float32
+
+        def to(self, dtype: torch.dtype) -> Any:
+            self.dtype = dtype
+            return super().to(dtype)
+
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x.to(self.dtype))
+
+    model = Lightning(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    assert list(scale_invariant_parameters(model, torch.randn(8, 3))) == ["0.weight"]
+
+
 @pytest.mark.filterwarnings("ignore")  # of torch.jit
 def test_an_eps_that_cannot_be_set_stays() -> None:
     class Fixed(nn.Module):

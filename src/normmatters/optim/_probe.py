@@ -58,7 +58,7 @@ def _tensors(output: Any) -> Iterator[Tensor]:
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, Tensor):
-        if value.is_complex():  # `Module.to` would drop the imaginary part
+        if value.is_complex():
             dtype = dtype.to_complex()
         return value.detach().to(dtype) if value.is_floating_point() or value.is_complex() else value
     if isinstance(value, Mapping):
@@ -88,10 +88,14 @@ class Probe:
                 f"two parameters are called {twice[0]!r} without the prefixes of wrappers (module., _orig_mod.): "
                 "rename one of the model's modules"
             )
-        if any(t.is_meta for t in [*model.parameters(), *model.buffers()]):
+        tensors = [*model.parameters(), *model.buffers()]
+        if any(t.is_meta for t in tensors):
             raise ValueError("the model must hold numbers to be tested, it has tensors on the meta device")
         try:
-            self.model = copy.deepcopy(model)._apply(lambda t: _cast(t, dtype)).train()
+            copied = copy.deepcopy(model)
+            # `Module.to`, of which a model may have its own, drops imaginary parts.
+            is_complex = any(t.is_complex() for t in tensors)
+            self.model = (copied._apply(lambda t: _cast(t, dtype)) if is_complex else copied.to(dtype)).train()
         except (RuntimeError, TypeError) as error:
             raise ValueError(
                 f"the model must allow copy.deepcopy, to be tested without touching it: {error}"
