@@ -57,6 +57,16 @@ def test_context_nests_restores_and_decorates():
 
     assert (decorated(), decorated(), precision.active()) == (torch.bfloat16, torch.bfloat16, None)
 
+    def batches():
+        yield precision.active()
+
+    async def served():
+        return precision.active()
+
+    for late in (batches, served):  # which had no arithmetic, in silence
+        with pytest.raises(TypeError, match=f"the body of {late.__name__} runs after the call"):
+            precision.arithmetic("bf16")(late)
+
 
 def test_one_context_serves_every_step():
     """As ``torch.autocast``'s, which training loops make once; also inside itself, and decorating what recurses."""
