@@ -125,8 +125,10 @@ def test_zero_initialised_residual_branch_is_seen() -> None:
     assert list(scale_invariant_parameters(Block(), torch.randn(8, 6))) == ["fc.weight"]
 
 
-def test_leaves_model_and_random_state_untouched(images: Tensor) -> None:
+def test_leaves_model_and_random_state_untouched(images: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
+    # Of a model on the host: its GPU's generator would have this seed once the model is there, not the user's.
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: pytest.fail(f"all GPUs were seeded with {seed}"))
     model = Zoo()
     model.eval()
     model.bn.train()

@@ -32,6 +32,21 @@ def unwrap(model: nn.Module) -> nn.Module:
             return model
 
 
+def gpus(model: nn.Module) -> list[torch.device]:
+    """Where the model's tensors are, and so where it may draw random numbers besides the host."""
+    return [*{t.device for t in [*model.parameters(), *model.buffers()] if t.device.type == "cuda"}]
+
+
+def _seed(seed: int, devices: set[torch.device]) -> None:
+    """`torch.manual_seed` would set the generators of all GPUs, those too that the caller has not saved."""
+    torch.default_generator.manual_seed(seed)
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.default_generators[device.index].manual_seed(seed)
+        elif device.type != "cpu":
+            torch.get_device_module(device).manual_seed(seed)
+
+
 def run(model: nn.Module, example_input: Any) -> Any:
     """The model's output for a tensor, a tuple or list of positional, or a mapping of keyword arguments."""
     if isinstance(example_input, Mapping):
@@ -108,7 +123,8 @@ class Probe:
             if isinstance(eps := getattr(module, "eps", None), float) and eps > self.eps:
                 with contextlib.suppress(AttributeError, RuntimeError):  # a property, a constant of TorchScript: stays
                     module.eps = self.eps  # type: ignore[assignment]
-        torch.manual_seed(seed)
+        self._devices = {t.device for t in tensors}
+        _seed(seed, self._devices)
         with torch.no_grad():
             for p in self.parameters.values():
                 if not p.any():
@@ -127,7 +143,7 @@ class Probe:
 
     def output(self) -> Tensor:
         """All outputs as one vector; random numbers and buffers are the same at every call."""
-        torch.manual_seed(self.seed)
+        _seed(self.seed, self._devices)
         with torch.no_grad():
             for buffer, value in self._buffers:
                 buffer.copy_(value)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from normmatters import precision
-from normmatters.optim._probe import Probe, Rescaling, named_parameters, unwrap
+from normmatters.optim._probe import Probe, Rescaling, gpus, named_parameters, unwrap
 from normmatters.optim._rows import plain_name
 
 __all__ = ["Invariance", "ScaleInvariantParameters", "scale_invariant_parameters", "split_parameters"]
@@ -280,8 +280,7 @@ def scale_invariant_parameters(
     if precision.active() is not None:
         raise ValueError("precision.arithmetic rounds away what is tested here: call this outside of it")
     bare = unwrap(model)
-    devices = {t.device for t in [*bare.parameters(), *bare.buffers()] if t.device.type == "cuda"}
-    with torch.random.fork_rng(devices=list(devices)), torch.inference_mode(False), torch.enable_grad():
+    with torch.random.fork_rng(devices=gpus(bare)), torch.inference_mode(False), torch.enable_grad():
         probe = Probe(bare, example_input, dtype, seed)
         names = [n for n, p in probe.parameters.items() if p.requires_grad]
         if not names:
