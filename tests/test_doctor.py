@@ -145,6 +145,7 @@ def test_a_checkpoint_alone_gives_names_and_lengths() -> None:
     assert "give the model" in found.notes[0]
     assert "(kept)" not in str(found)  # a checkpoint cannot tell what convert would do, and does not say that it can
     assert "convert would replace" not in str(found)
+    assert "convert would replace" not in str(diagnose({"weight": torch.ones(2, 3)}))  # without any norm
     with pytest.raises(ValueError, match="no tensors"):
         diagnose({"epoch": 3})  # type: ignore[dict-item]
 

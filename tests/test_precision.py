@@ -57,6 +57,16 @@ def test_context_nests_restores_and_decorates():
 
     assert (decorated(), decorated(), precision.active()) == (torch.bfloat16, torch.bfloat16, None)
 
+    def batches():
+        yield precision.active()
+
+    async def served():
+        return precision.active()
+
+    for late in (batches, served):  # which had no arithmetic, in silence
+        with pytest.raises(TypeError, match=f"the body of {late.__name__} runs after the call"):
+            precision.arithmetic("bf16")(late)
+
 
 def test_one_context_serves_every_step():
     """As ``torch.autocast``'s, which training loops make once; also inside itself, and decorating what recurses."""
@@ -108,6 +118,8 @@ def test_unsupported_calls():
             precision.batch_norm(x, training=True, p=1.5)
         with pytest.raises(ValueError, match="RMS norm"):
             precision.rms_norm(x, (3,), p="range")
+        with pytest.raises(RuntimeError, match=r"does not go through the transforms of torch\.func"):
+            torch.func.vmap(L1LayerNorm(3))(x)
         with pytest.raises(ValueError, match="more than 1 value"):
             precision.batch_norm(x[:1], training=True)
         with pytest.raises(ValueError, match="needs k <= the 3 values"):

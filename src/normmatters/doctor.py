@@ -171,7 +171,7 @@ class Diagnosis:
         converted = [n for n in self.norms if n.becomes]
         fused = sum(bool(n.fused) for n in converted)
         lines = []
-        if not any(n.becomes == "" for n in self.norms):
+        if any(n.becomes != "" for n in self.norms):
             lines.append(
                 f"convert would replace {len(converted)} of {len(self.norms)} norms and fuse {fused} with what follows."
             )
@@ -193,7 +193,8 @@ class Diagnosis:
         tested = [w for w in self.weights if w.invariant is not None]
         if tested:
             steps = sum(w.step is not None for w in tested)
-            lines.append(f"{steps} of {len(tested)} weights are scale invariant: weight decay sets their step alone.")
+            found = f"{steps} of {len(tested)} weights are scale invariant"
+            lines.append(f"{found}: weight decay acts on their step size alone.")
         r = self.recipe
         if r.lr * r.weight_decay > 0:
             steps_there = steps_to_equilibrium(r.lr, r.weight_decay, r.momentum)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from normmatters.convert.swap import is_channels_first
 from normmatters.functional.statistic import compute_dtype, scale_constant, squared_scale
-from normmatters.optim._probe import run
+from normmatters.optim._probe import gpus, run
 
 __all__ = ["measure_tails", "tails"]
 
@@ -78,8 +78,7 @@ def measure_tails(model: nn.Module, example_input: Any) -> dict[str, Tensor]:
         if isinstance(module, nn.modules.batchnorm._NormBase | nn.LayerNorm):
             if not isinstance(module, nn.modules.instancenorm._InstanceNorm):
                 module.register_forward_pre_hook(partial(look, name), with_kwargs=True)
-    devices = {t.device for t in [*copied.parameters(), *copied.buffers()] if t.device.type == "cuda"}
-    with torch.random.fork_rng(devices):
+    with torch.random.fork_rng(gpus(copied)):
         run(copied, example_input)
     joined = {name: torch.cat(parts) for name, parts in found.items()}
     varying = {name: ratios[ratios.isfinite()] for name, ratios in joined.items()}

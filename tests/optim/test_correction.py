@@ -411,6 +411,52 @@ def test_a_weight_without_a_gradient_stays_to_the_bit(
     assert not torch.equal(weight, before[1])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("form", ["paper", "exact"])
+def test_a_channel_that_is_pruned_later_stays_zero(
+    form: Any, dtype: torch.dtype, strong: tuple[Recording, list[Tensor]]
+) -> None:
+    """It has no direction, and became NaN: 0 · 1/0."""
+    model = convnet(dtype)
+    model[4].eps = 1e-5
+    sgd = torch.optim.SGD(groups(model, 0.0), lr=0.1, momentum=0.9)
+    optimizer = StepSizeCorrection(sgd, strong[0], form=form)
+    train(model, optimizer, range(3))
+    with torch.no_grad():
+        model[3].weight[1] = 0
+    train(model, optimizer, range(3, 6))
+    assert model[3].weight[1].abs().max() < 1e-30
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_a_sparse_gradient_is_refused_before_a_weight_moves(strong: tuple[Recording, list[Tensor]]) -> None:
+    """torch's error came with the weights at the reference's scale, where they stayed."""
+    model = convnet()
+    optimizer = StepSizeCorrection(torch.optim.SGD(groups(model, 0.0), lr=0.1), strong[0], form="exact")
+    train(model, optimizer, range(2))
+    before = copy.deepcopy(model.state_dict())
+    weight = model[8].weight
+    weight.grad = weight.grad.to_sparse()
+    with pytest.raises(ValueError, match=r"'8\.weight' has a torch\.sparse_coo gradient"):
+        optimizer.step()
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+@pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="this torch has gradients of their weights' dtype only")
+def test_gradients_of_another_dtype_than_their_weights(strong: tuple[Recording, list[Tensor]]) -> None:
+    weight = nn.Parameter(torch.randn(strong[0].shapes["8.weight"]).bfloat16())
+    weight.grad_dtype = torch.float32
+    optimizer = StepSizeCorrection(torch.optim.SGD([weight], lr=0.1), strong[0], {"8.weight": weight}, form="exact")
+    optimizer._checked = True
+    before, weight.grad = weight.detach().clone(), torch.ones_like(weight, dtype=torch.float32)
+    optimizer.step()
+    assert weight.grad.equal(torch.ones_like(weight, dtype=torch.float32))
+    update, ratio = (before - weight.detach()).float(), optimizer.ratio["8.weight"]
+    # Three roundings of weights that are hardly longer than their update.
+    rounding = 4 * torch.finfo(torch.bfloat16).eps
+    torch.testing.assert_close(update, 0.1 * ratio[:, None].expand_as(update), rtol=rounding, atol=0)
+
+
 def test_a_model_that_is_cast_or_moved_afterwards(strong: tuple[Recording, list[Tensor]]) -> None:
     """As with any optimizer of torch. It raised, with the weights left at the reference's scale."""
     ends = []

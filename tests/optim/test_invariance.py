@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import layer_norm, relu
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
+from normmatters import precision
 from normmatters.optim import scale_invariant_parameters, split_parameters
 from normmatters.optim.invariance import _bisect
 
@@ -124,8 +125,10 @@ def test_zero_initialised_residual_branch_is_seen() -> None:
     assert list(scale_invariant_parameters(Block(), torch.randn(8, 6))) == ["fc.weight"]
 
 
-def test_leaves_model_and_random_state_untouched(images: Tensor) -> None:
+def test_leaves_model_and_random_state_untouched(images: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
+    # Of a model on the host: its GPU's generator would have this seed once the model is there, not the user's.
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: pytest.fail(f"all GPUs were seeded with {seed}"))
     model = Zoo()
     model.eval()
     model.bn.train()
@@ -201,6 +204,10 @@ def test_bad_input_is_named() -> None:
         scale_invariant_parameters(torch.ones(2), torch.ones(2))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="tol must lie"):
         scale_invariant_parameters(model, batch(0)[0], tol=0.0)
+    with pytest.raises(ValueError, match="rounds away what is tested here"), precision.arithmetic("fp16"):
+        scale_invariant_parameters(model, batch(0)[0])
+    with pytest.raises(TypeError, match=r"must be a floating-point torch\.dtype, got torch\.int32"):
+        scale_invariant_parameters(model, batch(0)[0], dtype=torch.int32)
     ambiguous = nn.Sequential()
     ambiguous.module, ambiguous.fc = nn.Sequential(), nn.Linear(2, 2)
     ambiguous.module.fc = nn.Linear(2, 2)
@@ -226,6 +233,62 @@ def test_bad_input_is_named() -> None:
 
     with pytest.raises(ValueError, match="different outputs"):
         scale_invariant_parameters(Counting(3, 2), torch.randn(4, 3))
+
+
+def test_a_model_is_cast_by_its_own_method() -> None:
+    class Lightning(nn.Sequential):
+        dtype = torch.float32
+
+        def to(self, dtype: torch.dtype) -> Any:
+            self.dtype = dtype
+            return super().to(dtype)
+
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x.to(self.dtype))
+
+    model = Lightning(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    assert list(scale_invariant_parameters(model, torch.randn(8, 3))) == ["0.weight"]
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch.jit
+def test_an_eps_that_cannot_be_set_stays() -> None:
+    class Fixed(nn.Module):
+        @property
+        def eps(self) -> float:
+            return 1e-6
+
+        def forward(self, x: Tensor) -> Tensor:
+            return layer_norm(x, x.shape[-1:], eps=self.eps)
+
+    fixed = nn.Sequential(nn.Linear(3, 4, bias=False), Fixed())
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(3, 4, bias=False), nn.LayerNorm(4)))
+    for model in (fixed, scripted):
+        assert list(scale_invariant_parameters(model, 3 * torch.randn(8, 3))) == ["0.weight"]
+
+
+def test_complex_weights_keep_their_imaginary_part() -> None:
+    """The copy in float64 had the real parts alone: another function, or one that could not be computed."""
+
+    class Spectral(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.tensor([0j, 1j, 0j]))
+
+        def forward(self, x: Tensor) -> Tensor:
+            assert self.weight.is_complex()
+            return torch.fft.irfft(torch.fft.rfft(x) * self.weight, n=4)
+
+    model = nn.Sequential(Spectral(), nn.Linear(4, 3), nn.BatchNorm1d(3))
+    first, second = split_parameters(model, torch.randn(8, 4))
+    assert [name for name, _ in first["params"]] == ["1.weight"]
+    assert [name for name, _ in second["params"]] == ["0.weight", "1.bias", "2.weight", "2.bias"]
+
+    class Spectrum(nn.LayerNorm):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.fft.rfft(super().forward(x)).conj()
+
+    complex_output = nn.Sequential(nn.Linear(4, 4, bias=False), Spectrum(4))
+    assert list(scale_invariant_parameters(complex_output, torch.randn(8, 4))) == ["0.weight"]
 
 
 def test_normalizations_and_weight_norm_of_this_library() -> None:

@@ -166,6 +166,19 @@ def test_paper_form_forces_the_epochs_norms_times_root_ten(recorded: tuple[Recor
         schedule.step()
 
 
+@pytest.mark.parametrize("form", ["paper", "exact"])
+def test_a_channel_that_is_pruned_later_stays_zero(form: Any, recorded: tuple[Recording, list[Tensor]]) -> None:
+    """It has no direction to give a length to, and became NaN."""
+    model = convnet()
+    schedule = NormSchedule(SGD(groups(model, 0.0), lr=0.1), recorded[0], model, form=form)
+    schedule.optimizer.step()
+    with torch.no_grad():
+        model[3].weight[1] = 0
+    schedule.step()
+    assert not model[3].weight[1].any()
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
 @pytest.mark.parametrize("source", ["schedule", "recording"])
 def test_resume_is_bit_for_bit(source: str, recorded: tuple[Recording, list[Tensor]], tmp_path: Path) -> None:
     def fresh() -> tuple[nn.Module, Optimizer, NormSchedule]:
@@ -229,6 +242,8 @@ def test_errors_name_the_parameter_and_change_nothing(recorded: tuple[Recording,
         schedule.step(3)
     with pytest.raises(ValueError, match="other weights"):
         schedule.load_state_dict({**schedule.state_dict(), "names": ["v"]})
+    with pytest.raises(ValueError, match="one is an LR schedule, the other a recording"):
+        schedule.load_state_dict({**schedule.state_dict(), "source": {"step": 3}})
 
 
 def test_weight_decay_that_comes_later_is_refused_before_a_weight_moves() -> None:

@@ -21,15 +21,18 @@ from normmatters.optim import (
     AngularSGD,
     NormRecorder,
     NormSchedule,
+    Recipe,
     Recording,
     StepSizeCorrection,
     WeightDecayFreeAdamW,
     WeightDecayFreeSGD,
     adamw_equilibrium_angle,
     adamw_equilibrium_norm,
+    channel_norms,
     equilibrium_angle,
     equilibrium_norm,
     norm_trajectory,
+    predict_equilibrium,
     steps_to_equilibrium,
 )
 from normmatters.optim._rows import resolve
@@ -68,6 +71,32 @@ def test_numbers_out_of_range_of_a_momentum() -> None:
         adamw_equilibrium_angle(1e-3, 0.1, 1.0)
     with pytest.raises(ValueError, match="weight_decay"):
         norm_trajectory([0.1], -1.0, 0.9, 1.0, 1.0)
+
+
+def test_arguments_of_another_kind_are_named() -> None:
+    ones = torch.ones(2, 2, requires_grad=True)
+    with pytest.raises(TypeError, match="unit_gradient must be a tensor, got float"):
+        equilibrium_norm(2.0, 0.1, 5e-4)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="unit_gradient must be a number, got str"):
+        norm_trajectory([0.1], 5e-4, 0.9, "1", 1.0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="numel must be >= 0 and finite, got -3"):
+        adamw_equilibrium_norm(-3, 0.1, 5e-4)
+    with pytest.raises(TypeError, match="lr must be a number, got str"):
+        Recipe.from_angle(0.01, "0.1")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="gradients must be a list of dicts, one for each batch, got dict"):
+        predict_equilibrium({"w": ones}, 0.1, 5e-4, gradients={"w": ones})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"expected \(name, tensor\) pairs, .*got \(str, int\)"):
+        predict_equilibrium({"w": 3}, 0.1, 5e-4)  # type: ignore[dict-item]
+    with pytest.raises(TypeError, match=r"expected a module, a mapping or \(name, tensor\) pairs, got int"):
+        NormRecorder(3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"metadata must map strings to strings, got 'on': device"):
+        NormRecorder({"w": ones}, metadata={"on": torch.device("cpu")})  # type: ignore[dict-item]
+    with pytest.raises(ValueError, match=r"dim must lie in \[-2, 2\) .*got 0\.5"):
+        channel_norms(ones, 0.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="dim a is no dimension of parameter 0 of group 0"):
+        AngularSGD([ones], angle=0.1, dim="a")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"betas must be two numbers, got 0\.9"):
+        WeightDecayFreeAdamW([ones], betas=0.9)  # type: ignore[arg-type]
 
 
 def test_numbers_of_numpy() -> None:
@@ -292,6 +321,27 @@ def test_a_recorders_state_of_other_parameter_groups() -> None:
     assert torch.equal(after["settings"], before["settings"])
 
 
+def test_a_damaged_state_leaves_a_recorder_its_rows() -> None:
+    recorder = NormRecorder({"w": weight(2, 3)})
+    recorder.step()
+    damaged = recorder.state_dict()
+    del damaged["previous"], damaged["steps"]
+    with pytest.raises(ValueError, match="damaged: it has no previous, steps"):
+        recorder.load_state_dict(damaged)
+    assert len(recorder.recording().steps) == 2
+
+
+class Holding(torch.optim.Optimizer):
+    """Keeps its optimizer as torch's ZeroRedundancyOptimizer does, not as `.optimizer`."""
+
+    def __init__(self, optim: torch.optim.Optimizer) -> None:
+        super().__init__(optim.param_groups, {})
+        self.optim, self.param_groups = optim, optim.param_groups
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optim.step(closure)
+
+
 REFERENCES: dict[str, Callable[[list[dict[str, Any]]], torch.optim.Optimizer]] = {
     "weight-decay-free": lambda groups: WeightDecayFreeSGD(
         [groups[0], groups[1] | {"weight_decay_free": False}], lr=0.1, weight_decay=0.01
@@ -301,6 +351,7 @@ REFERENCES: dict[str, Callable[[list[dict[str, Any]]], torch.optim.Optimizer]] =
     ),
     "recipe": lambda groups: AngularSGD([groups[0], groups[1] | {"angular": False}], lr=0.1),
     "wrapper": lambda groups: Angular(SGD([groups[0], groups[1] | {"angular": False}], lr=0.1)),
+    "held": lambda groups: Holding(REFERENCES["weight-decay-free"](groups)),
 }
 
 
@@ -381,6 +432,24 @@ def test_a_schedule_that_leaves_the_learning_rates_is_refused(name: str, lr: flo
     with pytest.raises(ValueError, match=f"lr must be >= 0 and finite, got {lr}"):
         optimizer.step()
     assert torch.equal(weight, before)
+
+
+@pytest.mark.parametrize("kind", [WeightDecayFreeSGD, AngularSGD])
+@pytest.mark.parametrize(("name", "value"), [("lr", -1.0), ("momentum", 1.0), ("weight_decay", float("nan"))])
+def test_numbers_of_an_ordinary_group_that_leave_their_range_are_refused_before_a_weight_moves(
+    kind: Any, name: str, value: float
+) -> None:
+    """Angular SGD had turned the others by then, or had taken them: weight decay of nan made every weight nan."""
+    turned, plain = nn.Parameter(torch.eye(3, 4)), weight(3, 4)
+    ordinary = {"params": [plain], "angular": False, "weight_decay_free": False}
+    optimizer = kind([{"params": [turned]}, ordinary], lr=0.1, momentum=0.5, weight_decay=0.01)
+    for w in (turned, plain):
+        w.grad = torch.eye(3, 4).roll(1, 1)
+    optimizer.param_groups[1][name] = value
+    with pytest.raises(ValueError, match=f"{name} must be .*, got {value}"):
+        optimizer.step()
+    assert torch.equal(turned, torch.eye(3, 4))
+    assert plain.eq(1).all()
 
 
 def test_a_wrapper_that_refuses_a_state_keeps_its_own() -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, prune
 
 from normmatters.weight_norm import apply_weight_norm, bounded_weight_norm, classic_weight_norm, move_rho_to_last_layer
 
@@ -117,6 +117,28 @@ def test_bad_input():
         move_rho_to_last_layer(inner)
     with pytest.raises(ValueError, match="earlier layer"):
         move_rho_to_last_layer(nn.Sequential(layer, nn.ReLU(), layer))
-    with pytest.raises(ValueError, match="parametrization that rho cannot enter"):
+    with pytest.raises(ValueError, match="the last ParametrizedLinear is computed"):
         move_rho_to_last_layer(nn.Sequential(layer, nn.ReLU(), parametrizations.orthogonal(nn.Linear(2, 2))))
+
+    class Standardized(nn.Linear):
+        def forward(self, x):
+            return nn.functional.linear(x, self.weight / self.weight.norm(), self.bias)
+
+    for last in ([], [nn.Linear(2, 2)]):
+        with pytest.raises(ValueError, match="layer 1 is a Standardized"):
+            move_rho_to_last_layer(nn.Sequential(layer, Standardized(2, 2), *last))
     assert layer.parametrizations.weight[0].rho == 2.0
+
+
+@pytest.mark.parametrize(("place", "name"), [(0, "bias"), (2, "weight"), (2, "bias")])
+def test_what_pruning_computes_anew_at_every_pass_is_not_rescaled_in_vain(place, name):
+    model = nn.Sequential(bounded_weight_norm(nn.Linear(4, 6), rho=2.0), nn.ReLU(), nn.Linear(6, 3))
+    prune.random_unstructured(model[place], name, 1)
+    x = torch.randn(5, 4)
+    expected = model(x)
+    if (place, name) == (2, "bias"):  # which stays as it is
+        move_rho_to_last_layer(model)
+    else:
+        with pytest.raises(ValueError, match=rf"the {name} of .* is computed \(parametrized, pruned\)"):
+            move_rho_to_last_layer(model)
+    torch.testing.assert_close(model(x), expected)

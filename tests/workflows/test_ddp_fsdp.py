@@ -78,6 +78,9 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "weight-decay-free AdamW": lambda free, rest: nm.optim.WeightDecayFreeAdamW(
         [{"params": free}, {"params": rest, "weight_decay_free": False}], lr=0.01, weight_decay=0.5
     ),
+    "multi-tensor AdamW": lambda free, rest: nm.optim.WeightDecayFreeAdamW(
+        [{"params": free}, {"params": rest, "weight_decay_free": False}], lr=0.01, weight_decay=0.5, foreach=True
+    ),
     "angular SGD": lambda free, rest: nm.optim.AngularSGD(
         [{"params": free}, {"params": rest, "angular": False}], lr=0.1, weight_decay=0.02, dim=None
     ),

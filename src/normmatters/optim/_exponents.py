@@ -29,13 +29,9 @@ def innermost(optimizer: optim.Optimizer) -> optim.Optimizer:
     return optimizer
 
 
-def step_exponent(optimizer: optim.Optimizer) -> float:
-    """k of the effective step size η/‖w‖ᵏ: 1 for the Adam family, otherwise 2 as in the paper."""
+def exponents(optimizer: optim.Optimizer) -> tuple[float, Mapping[str, float]] | None:
+    """k of the effective step size η/‖w‖ᵏ, and state name → j where the state scales as aʲ when the weight is
+    multiplied by a; `None` if they are not known.
+    """
     inner = innermost(optimizer)
-    return next((k for kind, k, _ in _KNOWN if isinstance(inner, kind)), 2.0)
-
-
-def state_exponents(optimizer: optim.Optimizer) -> Mapping[str, float] | None:
-    """State name → k where the state scales as aᵏ when the weight is multiplied by a; `None` if not known."""
-    inner = innermost(optimizer)
-    return next((powers for kind, _, powers in _KNOWN if isinstance(inner, kind)), None)
+    return next(((k, powers) for kind, k, powers in _KNOWN if isinstance(inner, kind)), None)

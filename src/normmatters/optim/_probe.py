@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from collections import Counter
@@ -31,6 +32,21 @@ def unwrap(model: nn.Module) -> nn.Module:
             return model
 
 
+def gpus(model: nn.Module) -> list[torch.device]:
+    """Where the model's tensors are, and so where it may draw random numbers besides the host."""
+    return [*{t.device for t in [*model.parameters(), *model.buffers()] if t.device.type == "cuda"}]
+
+
+def _seed(seed: int, devices: set[torch.device]) -> None:
+    """`torch.manual_seed` would set the generators of all GPUs, those too that the caller has not saved."""
+    torch.default_generator.manual_seed(seed)
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.default_generators[device.index].manual_seed(seed)
+        elif device.type != "cpu":
+            torch.get_device_module(device).manual_seed(seed)
+
+
 def run(model: nn.Module, example_input: Any) -> Any:
     """The model's output for a tensor, a tuple or list of positional, or a mapping of keyword arguments."""
     if isinstance(example_input, Mapping):
@@ -41,9 +57,11 @@ def run(model: nn.Module, example_input: Any) -> Any:
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:
-    """All floating-point tensors in nested tuples, lists, mappings."""
+    """All floating-point tensors in nested tuples, lists, mappings; complex ones as pairs of numbers."""
     if isinstance(output, Tensor):
-        if output.is_floating_point():
+        if output.is_complex():
+            yield torch.view_as_real(output.resolve_conj())
+        elif output.is_floating_point():
             yield output
     elif isinstance(output, Mapping):
         for value in output.values():
@@ -55,7 +73,9 @@ def _tensors(output: Any) -> Iterator[Tensor]:
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, Tensor):
-        return value.detach().to(dtype) if value.is_floating_point() else value
+        if value.is_complex():
+            dtype = dtype.to_complex()
+        return value.detach().to(dtype) if value.is_floating_point() or value.is_complex() else value
     if isinstance(value, Mapping):
         return {k: _cast(v, dtype) for k, v in value.items()}
     if isinstance(value, tuple | list):
@@ -83,10 +103,14 @@ class Probe:
                 f"two parameters are called {twice[0]!r} without the prefixes of wrappers (module., _orig_mod.): "
                 "rename one of the model's modules"
             )
-        if any(t.is_meta for t in [*model.parameters(), *model.buffers()]):
+        tensors = [*model.parameters(), *model.buffers()]
+        if any(t.is_meta for t in tensors):
             raise ValueError("the model must hold numbers to be tested, it has tensors on the meta device")
         try:
-            self.model = copy.deepcopy(model).to(dtype).train()
+            copied = copy.deepcopy(model)
+            # `Module.to`, of which a model may have its own, drops imaginary parts.
+            is_complex = any(t.is_complex() for t in tensors)
+            self.model = (copied._apply(lambda t: _cast(t, dtype)) if is_complex else copied.to(dtype)).train()
         except (RuntimeError, TypeError) as error:
             raise ValueError(
                 f"the model must allow copy.deepcopy, to be tested without touching it: {error}"
@@ -97,8 +121,10 @@ class Probe:
         self.parameters = dict(named_parameters(self.model))
         for module in self.model.modules():
             if isinstance(eps := getattr(module, "eps", None), float) and eps > self.eps:
-                module.eps = self.eps  # type: ignore[assignment]
-        torch.manual_seed(seed)
+                with contextlib.suppress(AttributeError, RuntimeError):  # a property, a constant of TorchScript: stays
+                    module.eps = self.eps  # type: ignore[assignment]
+        self._devices = {t.device for t in tensors}
+        _seed(seed, self._devices)
         with torch.no_grad():
             for p in self.parameters.values():
                 if not p.any():
@@ -117,7 +143,7 @@ class Probe:
 
     def output(self) -> Tensor:
         """All outputs as one vector; random numbers and buffers are the same at every call."""
-        torch.manual_seed(self.seed)
+        _seed(self.seed, self._devices)
         with torch.no_grad():
             for buffer, value in self._buffers:
                 buffer.copy_(value)

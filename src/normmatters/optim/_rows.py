@@ -22,7 +22,7 @@ def _reduced(ndim: int, dim: int | None) -> tuple[int, ...]:
     """The dimensions that a channel's norm sums over."""
     if dim is None:
         return tuple(range(ndim))
-    if not -ndim <= dim < ndim:
+    if not isinstance(dim, int) or not -ndim <= dim < ndim:
         raise ValueError(f"dim must lie in [{-ndim}, {ndim}) for a weight with {ndim} dimensions, got {dim}")
     return tuple(d for d in range(ndim) if d != dim % ndim)
 
@@ -145,9 +145,9 @@ def check_pairs(pairs: Iterable[object]) -> None:
         if not (
             isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) and isinstance(pair[1], Tensor)
         ):
-            raise TypeError(
-                f"expected (name, tensor) pairs, as model.named_parameters() gives, got {type(pair).__name__}"
-            )
+            kinds = [type(part).__name__ for part in pair] if isinstance(pair, tuple) else []
+            got = f"({', '.join(kinds)})" if kinds else type(pair).__name__
+            raise TypeError(f"expected (name, tensor) pairs, as model.named_parameters() gives, got {got}")
 
 
 def resolve(
@@ -167,7 +167,7 @@ def resolve(
     elif isinstance(source, TestedChannels):
         pairs = [*source.named_parameters()]
         found = dict(source.dims)
-    elif isinstance(source, Tensor | str):
+    elif isinstance(source, Tensor | str) or not isinstance(source, Iterable):
         raise TypeError(f"expected a module, a mapping or (name, tensor) pairs, got {type(source).__name__}")
     else:
         pairs = [*(source.items() if isinstance(source, Mapping) else source)]

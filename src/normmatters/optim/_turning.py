@@ -21,7 +21,7 @@ def check_turnable(index: int, group: Group) -> None:
     """Raise if a parameter of the group has no neurons with a direction, by its shape. Reads no device."""
     dim = group["dim"]
     for i, p in enumerate(group["params"]):
-        if dim is not None and not -p.ndim <= dim < p.ndim:
+        if dim is not None and not (isinstance(dim, int) and -p.ndim <= dim < p.ndim):
             raise ValueError(f"dim {dim} is no dimension of {parameter_label(index, group, i)}")
         if p.is_complex():
             raise ValueError(f"{parameter_label(index, group, i)} is complex: only real weights have angles here")

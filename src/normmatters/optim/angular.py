@@ -121,10 +121,7 @@ class AngularSGD(Optimizer):
         index, group = len(self.param_groups) - 1, self.param_groups[-1]
         take_numbers(group)
         try:
-            check_number("momentum", group["momentum"], below=1.0)
-            check_number("angle" if group["lr_is_angle"] else "lr", group["lr"])
-            if group["weight_decay"] is not None:
-                check_number("weight_decay", group["weight_decay"])
+            self._check_numbers(group)
             if group["nesterov"] and group["momentum"] == 0:
                 raise ValueError("nesterov=True needs momentum > 0, got momentum 0")
             if group["angular"]:
@@ -139,8 +136,14 @@ class AngularSGD(Optimizer):
             self.param_groups.pop()
             raise
 
+    def _check_numbers(self, group: Group) -> None:
+        """Raise if they are unusable. Reads no device."""
+        check_number("momentum", group["momentum"], below=1.0)
+        check_number("angle" if group["lr_is_angle"] else "lr", group["lr"])
+        if group["weight_decay"] is not None:
+            check_number("weight_decay", group["weight_decay"])
+
     def _angle(self, group: Group) -> float | Tensor:
-        check_number("lr", group["lr"])  # of which the root is taken
         lr = group["lr"] if group["capturable"] else host_value(group["lr"])
         if group["lr_is_angle"]:
             return lr  # type: ignore[no-any-return]
@@ -157,6 +160,7 @@ class AngularSGD(Optimizer):
         new: dict[Tensor, Tensor] = {}
         for index, group in enumerate(self.param_groups):
             take_numbers(group)
+            self._check_numbers(group)
             if group["angular"]:
                 check_angle(self._angle(group))
                 if not all("norm" in state for state in found[index].states):

@@ -144,10 +144,11 @@ class StepSizeCorrection(OptimizerWrapper):
             self._check_invariance()
         row = self._rows[self._step.clamp(max=len(self._rows) - 1)]
         ratio = self._meter.read_().mul_(self._table[row].squeeze(0))
+        ratio.clamp_(min=torch.finfo(ratio.dtype).tiny)  # a channel that was pruned since stays 0, and is not 0 · 1/0
         growth = self._growth[row].squeeze(0)
         torch.mul(ratio, growth, out=self._factor).reciprocal_()
+        plain = self._scale_gradients()  # first: what it refuses leaves the weights as they are
         self._scale_weights()
-        plain = self._scale_gradients()
         try:
             self.optimizer.step()
         finally:
@@ -171,9 +172,13 @@ class StepSizeCorrection(OptimizerWrapper):
 
     def _scale_gradients(self) -> list[tuple[Tensor, Tensor]]:
         """Give the optimizer R times the gradients; returns the weights with their own."""
-        if [*map(_PLACE, self._grads)] != [*map(_PLACE, self._channels.weights)]:  # the model was cast or moved
-            for own, w in zip(self._grads, self._channels.weights):
-                own.data = torch.zeros_like(w)
+        like = [w if w.grad is None else w.grad for w in self._channels.weights]
+        for name, grad in zip(self._channels.names, like):
+            if grad.layout != torch.strided:
+                raise ValueError(f"{name!r} has a {grad.layout} gradient: only dense ones can be scaled by channel")
+        if [*map(_PLACE, self._grads)] != [*map(_PLACE, like)]:  # the model was cast or moved, or has its grad_dtype
+            for own, w, grad in zip(self._grads, self._channels.weights, like):
+                own.data = torch.zeros_like(w, dtype=grad.dtype)
         found = [(w, w.grad, scaled) for w, scaled in zip(self._channels.weights, self._grads) if w.grad is not None]
         if found:
             weights, plain, scaled = zip(*found)

@@ -61,6 +61,8 @@ def equilibrium_norm(
     >>> equilibrium_norm(torch.tensor([2.0, 8.0]), lr=0.1, weight_decay=5e-4, momentum=0.9)
     tensor([ 7.9527, 15.9054])
     """
+    if not isinstance(unit_gradient, Tensor):
+        raise TypeError(f"unit_gradient must be a tensor, got {type(unit_gradient).__name__}")
     check_number("lr", lr)
     check_number("weight_decay", weight_decay)
     if weight_decay == 0:
@@ -87,6 +89,7 @@ def adamw_equilibrium_norm(numel: int, lr: float, weight_decay: float) -> float:
     >>> round(adamw_equilibrium_norm(576, lr=1e-3, weight_decay=0.1), 4)
     1.6971
     """
+    check_number("numel", numel)
     check_number("lr", lr)
     check_number("weight_decay", weight_decay)
     if weight_decay == 0:
@@ -121,6 +124,7 @@ def norm_trajectory(
     1.0
     """
     check_number("weight_decay", weight_decay)
+    check_number("unit_gradient", unit_gradient)
     check_number("norm", norm)
     if norm == 0:
         raise ValueError("norm must be positive: a weight of norm zero has no direction to turn")
@@ -197,6 +201,8 @@ def predict_equilibrium(
     batches = [{n: p.grad for n, p in named.items() if p.grad is not None}] if gradients is None else list(gradients)
     if not batches:
         raise ValueError("gradients must hold at least one batch, got none")
+    if not all(isinstance(batch, Mapping) for batch in batches):
+        raise TypeError(f"gradients must be a list of dicts, one for each batch, got {type(gradients).__name__}")
     found: dict[str, Equilibrium] = {}
     for name, weight in named.items():
         squares = []

@@ -22,7 +22,8 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from normmatters.optim._probe import Probe, Rescaling, named_parameters, unwrap
+from normmatters import precision
+from normmatters.optim._probe import Probe, Rescaling, gpus, named_parameters, unwrap
 from normmatters.optim._rows import plain_name
 
 __all__ = ["Invariance", "ScaleInvariantParameters", "scale_invariant_parameters", "split_parameters"]
@@ -254,7 +255,8 @@ def scale_invariant_parameters(
     buffers, mode and the global random state stay as they are.
 
     Args:
-        model: any module; tested in training mode, so that batch norm normalizes by the batch.
+        model: any module; tested in training mode, so that batch norm normalizes by the batch. Complex parameters are
+            part of it, and not tested themselves.
         example_input: a tensor, a tuple of positional or a dict of keyword arguments. A small real batch is best.
         tol: largest |cos(w, ∇L)| and relative change of the output that count as none. Both come out below 1e-10 where
             eps is an attribute of its module, and at about eps/variance where the code passes it as a literal.
@@ -273,9 +275,12 @@ def scale_invariant_parameters(
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if not 0 < tol < 1 or probes < 1:
         raise ValueError(f"tol must lie in (0, 1) and probes be 1 or more, got {tol} and {probes}")
+    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"dtype must be a floating-point torch.dtype, got {dtype!r}")
+    if precision.active() is not None:
+        raise ValueError("precision.arithmetic rounds away what is tested here: call this outside of it")
     bare = unwrap(model)
-    devices = {t.device for t in [*bare.parameters(), *bare.buffers()] if t.device.type == "cuda"}
-    with torch.random.fork_rng(devices=list(devices)), torch.inference_mode(False), torch.enable_grad():
+    with torch.random.fork_rng(devices=gpus(bare)), torch.inference_mode(False), torch.enable_grad():
         probe = Probe(bare, example_input, dtype, seed)
         names = [n for n, p in probe.parameters.items() if p.requires_grad]
         if not names:

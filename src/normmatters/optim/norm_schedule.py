@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from normmatters.optim._exponents import state_exponents, step_exponent
+from normmatters.optim._exponents import exponents
 from normmatters.optim._rows import Channels, Named, resolve
 from normmatters.optim.correction import StepSizeCorrection
 from normmatters.optim.recording import Form, Recording
@@ -96,20 +96,20 @@ class NormSchedule(LRScheduler):
         self._others = others
         if others == "scheduled":
             _check_unmixed(channels, self._groups, optimizer)
-        known = state_exponents(optimizer)
-        powers = known if state_powers is None else state_powers
+        known, known_powers = exponents(optimizer) or (None, None)
+        powers = known_powers if state_powers is None else state_powers
         if powers is None:
             raise ValueError(
                 f"how the state of {type(optimizer).__name__} scales is not known: pass state_powers={{name: power}}, "
                 "-1 for averages of gradients, -2 for averages of their squares, 0 for what stays"
             )
         self._powers = powers
-        if exponent is None and known is None:
+        exponent = known if exponent is None else exponent
+        if exponent is None:
             raise ValueError(
                 f"how the steps of {type(optimizer).__name__} scale is not known: pass exponent=2 where they are as "
                 "long as the gradients, as SGD's, and 1 where they do not depend on their length, as Adam's"
             )
-        exponent = step_exponent(optimizer) if exponent is None else exponent
         if not exponent > 0:
             raise ValueError(f"exponent must be positive, got {exponent}")
         initial = [float(group["lr"]) for group in optimizer.param_groups]
@@ -155,7 +155,8 @@ class NormSchedule(LRScheduler):
         for tensor, factor in changes:
             tensor.mul_(factor)
         if target is not None:
-            row = target / channels.norms()
+            norms = channels.norms()
+            row = torch.where(norms == 0, 1.0, target / norms)  # a channel that was pruned since stays 0
             torch._foreach_mul_([w.detach() for w in channels.weights], channels.broadcast(row))
 
     def get_lr(self) -> list[float | Tensor]:
@@ -182,6 +183,8 @@ class NormSchedule(LRScheduler):
         """Continue where `state_dict` was taken. Load the model's weights as well: this moves none."""
         if state_dict.get("names") != self._channels.names:
             raise ValueError(f"the state is of other weights: {state_dict.get('names')}, here {self._channels.names}")
+        if {*state_dict["source"]} != {*self._source.state_dict()}:
+            raise ValueError("the state is of another source: one is an LR schedule, the other a recording")
         self._source.load_state_dict(state_dict["source"])
         self.__dict__.update({k: v for k, v in state_dict.items() if k not in ("names", "source")})
 

@@ -63,6 +63,7 @@ class Recipe:
     def from_angle(cls, angle: float, lr: float, momentum: float = 0.0) -> Recipe:
         """The recipe with this learning rate that turns weights by ``angle`` a step in equilibrium."""
         check_number("angle", angle)
+        check_number("lr", lr)
         if lr == 0:
             raise ValueError("no weight decay turns weights at lr 0")
         s, q = filter_sums(momentum)

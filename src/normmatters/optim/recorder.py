@@ -114,6 +114,9 @@ class NormRecorder:
             raise ValueError(f'capacity needs every="step" and room for 2 rows or more, got {every!r} and {capacity}')
         if optimizer is not None and not isinstance(optimizer, Optimizer):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        for key, value in (metadata or {}).items():  # now, and not in `save`, when the run has ended
+            if not isinstance(key, str) or not isinstance(value, str):
+                raise TypeError(f"metadata must map strings to strings, got {key!r}: {value!r}")
         self._channels = Channels(*resolve(weights, dims))
         self._tested = isinstance(weights, TestedChannels) and dims is None
         self._interval = every if isinstance(every, int) else {"step": 1, "epoch": 0}[every]
@@ -224,10 +227,12 @@ class NormRecorder:
         for index in self._used_groups:
             group = self._optimizer.param_groups[index]
             lr, decay = group["lr"], group.get("weight_decay")
-            if isinstance(inner, WeightDecayFree) and group["weight_decay_free"]:
-                weights = self._weights_of[index]
-                weight = max(weights, key=lambda w: (w.grad is not None, w.requires_grad))  # not one that is frozen
-                lr, decay = inner._acting_lr(index, weight), math.nan
+            if group.get("weight_decay_free"):
+                lr = decay = math.nan  # of one that others keep elsewhere than in .optimizer, such as torch's ZeRO
+                if isinstance(inner, WeightDecayFree):
+                    weights = self._weights_of[index]
+                    weight = max(weights, key=lambda w: (w.grad is not None, w.requires_grad))  # not one that is frozen
+                    lr = inner._acting_lr(index, weight)
             elif group.get("angular"):
                 decay = math.nan
             lrs.append(lr)
@@ -286,6 +291,9 @@ class NormRecorder:
                 raise ValueError(
                     f"the state is of another recorder: its {key} is {state.get(key)!r}, here it is {mine!r}"
                 )
+        needed = ("rows", "settings", "setting", "previous", "steps", "row_steps", "epoch_ends")
+        if lacking := [key for key in needed if key not in state]:
+            raise ValueError(f"the state is damaged: it has no {', '.join(lacking)}")
         if state["settings"].shape[1] != len(self._setting):
             raise ValueError(
                 f"the state has {state['settings'].shape[1] // 2} parameter groups, here are {len(self._setting) // 2}"

@@ -76,7 +76,7 @@ class WeightDecayFreeAdamW(WeightDecayFree):
         check_number("lr", group["lr"])
         check_number("eps", group["eps"])
         check_number("weight_decay", group["weight_decay"])
-        if len(group["betas"]) != 2:
+        if not isinstance(group["betas"], tuple | list) or len(group["betas"]) != 2:
             raise ValueError(f"betas must be two numbers, got {group['betas']}")
         for i, beta in enumerate(group["betas"]):
             check_number(f"betas[{i}]", beta, below=1.0)
@@ -104,7 +104,8 @@ class WeightDecayFreeAdamW(WeightDecayFree):
         plain, cohorts = self._gather()
         for group, found in plain:
             plain_lr = group["lr"] if group["capturable"] else host_value(group["lr"])
-            self._adamw(group, found, plain_lr, group["weight_decay"])
+            for part in found.by_kind():
+                self._adamw(group, part, plain_lr, group["weight_decay"])
         for group, cohort in cohorts:
             params, grads, (state, *_) = cohort
             lr, weight_decay = rates(group, on_host=not group["capturable"])

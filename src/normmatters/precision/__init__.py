@@ -32,11 +32,13 @@ Gradients below 6e-8 vanish in fp16 as they do on hardware: scale the loss, as w
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -49,6 +51,8 @@ from normmatters.functional.statistic import Kind, check_constant, compute_dtype
 from normmatters.kernels.triton.layout import memory_format
 from normmatters.precision.normalize import Normalize, Rule
 from normmatters.precision.rounding import FORMATS, STORAGE
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 __all__ = ["Arithmetic", "active", "arithmetic", "batch_norm", "layer_norm", "rms_norm"]
 
@@ -79,10 +83,10 @@ _lock = threading.Lock()
 def arithmetic(dtype: str | torch.dtype, accumulate: str | torch.dtype = "fp32") -> _Context:
     """Compute this library's batch, layer and RMS norms in ``dtype``, with sums in ``accumulate``.
 
-    A context manager, which as ``torch.autocast``'s may be entered again and again, and a decorator (not of generators
-    and coroutines: their bodies run after the call). It acts on the norms whose forward runs inside it, in this thread
-    (or task); their backward keeps to it wherever it runs. Under activation checkpointing the forward runs again during
-    the backward: pass it on by ``checkpoint(..., context_fn=lambda: (nullcontext(), arithmetic(...)))``.
+    A context manager, which as ``torch.autocast``'s may be entered again and again, and a decorator (generators and
+    coroutines are refused: their bodies run after the call). It acts on norms whose forward runs inside it, in this
+    thread (or task); their backward keeps to it wherever it runs. Under activation checkpointing the forward runs again
+    during the backward: pass it on by ``checkpoint(..., context_fn=lambda: (nullcontext(), arithmetic(...)))``.
 
     Args:
         dtype: ``"fp16"``, ``"bf16"``, ``"fp32"``, or for storage in fp8 with fp16 arithmetic ``"e4m3"``, ``"e5m2"``;
@@ -117,6 +121,11 @@ class _Context(contextlib.ContextDecorator):
 
     def __init__(self, setting: Arithmetic) -> None:
         self.setting = setting
+
+    def __call__(self, func: F) -> F:
+        if inspect.isgeneratorfunction(func) or inspect.iscoroutinefunction(func) or inspect.isasyncgenfunction(func):
+            raise TypeError(f"the body of {func.__name__} runs after the call: enter the arithmetic inside of it")
+        return super().__call__(func)
 
     def __enter__(self) -> Arithmetic:
         global _open_contexts
@@ -300,6 +309,11 @@ def _required() -> Arithmetic:
     setting = active()
     if setting is None:
         raise RuntimeError("no arithmetic is active: call this inside `with precision.arithmetic(...)`")
+    if torch._C._are_functorch_transforms_active():
+        raise RuntimeError(
+            "precision.arithmetic does not go through the transforms of torch.func (vmap, grad, jvp): take gradients "
+            "by backward() or torch.autograd.grad here, or leave the arithmetic"
+        )
     return setting
 
 

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from normmatters.weight_norm.parametrizations import BoundedWeight, ClassicWeight
 from normmatters.weight_norm.parametrized import WEIGHT_LAYERS, own_parametrization
@@ -41,6 +40,7 @@ _HOMOGENEOUS = (
     nn.Upsample,
     nn.PixelShuffle,
 )
+_FORWARDS = {kind.forward for kind in WEIGHT_LAYERS + _HOMOGENEOUS}  # a subclass may have another
 
 
 @torch.no_grad()
@@ -56,8 +56,9 @@ def move_rho_to_last_layer(model: nn.Sequential) -> nn.Sequential:
             weight norm) and layers that a positive scale passes through.
 
     Raises:
-        ValueError: a layer between the first and the last weights does not pass scale through (sigmoid, batch norm),
-            or is used twice, or no layer has bounded weight norm. Nothing is then changed.
+        ValueError: a layer between the first and the last weights does not pass scale through (sigmoid, batch norm, a
+            subclass with a forward of its own), or is used twice, or has a bias that is computed, as the last weight
+            must not be either (pruning); or no layer has bounded weight norm. Nothing is then changed.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -88,8 +89,8 @@ def _weight_layers(model: nn.Sequential) -> list[nn.Module]:
     layers = [path[i][1] for i in places]
     if not any(isinstance(own_parametrization(layer, "weight"), BoundedWeight) for layer in layers):
         raise ValueError("found no linear or convolutional layer with bounded weight norm")
-    for name, module in path[places[0] : places[-1]]:
-        if not isinstance(module, WEIGHT_LAYERS + _HOMOGENEOUS):
+    for name, module in path[places[0] : places[-1] + 1]:
+        if not isinstance(module, WEIGHT_LAYERS + _HOMOGENEOUS) or type(module).forward not in _FORWARDS:
             raise ValueError(
                 f"layer {name} is a {type(module).__name__}: a positive scale does not pass through it unchanged, "
                 "so rho cannot be moved past it"
@@ -103,8 +104,8 @@ def _weight_layers(model: nn.Sequential) -> list[nn.Module]:
                 f"layer {name} is, or shares a parameter with, an earlier layer: rho cannot leave just one"
             )
         seen |= own
-        if parametrize.is_parametrized(layer, "bias"):
-            raise ValueError(f"the bias of layer {name} is parametrized and cannot be divided by rho")
+        if i != places[-1] and layer.bias is not None and "bias" not in layer._parameters:
+            raise ValueError(f"the bias of layer {name} is computed (parametrized, pruned): rho cannot divide it")
     _length(layers[-1])
     return layers
 
@@ -126,9 +127,11 @@ def _length(layer: nn.Module) -> Tensor:
     norm = own_parametrization(layer, "weight")
     if isinstance(norm, BoundedWeight):
         return norm.rho
-    if parametrize.is_parametrized(layer, "weight") and norm is None:
-        raise ValueError(f"the weight of the last {type(layer).__name__} has a parametrization that rho cannot enter")
     if isinstance(norm, ClassicWeight):
         return layer.parametrizations.weight.original0  # type: ignore[union-attr, return-value]
-    assert isinstance(layer.weight, Tensor)
-    return layer.weight
+    weight = layer._parameters.get("weight")
+    if weight is None:
+        raise ValueError(
+            f"the weight of the last {type(layer).__name__} is computed (parametrized, pruned): rho cannot enter it"
+        )
+    return weight
