@@ -16,6 +16,7 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from normmatters.convert.back import PLAIN_BATCH_NORMS, BatchNormAct2d, SyncBatchNormAct, ThenReLU, to_torch
+from normmatters.convert.mentioned import mentioned
 from normmatters.convert.parts import (
     WATCHED,
     blocks_of,
@@ -128,6 +129,7 @@ def _find(model: nn.Module) -> tuple[dict[nn.Module, tuple[nn.Module, bool]], di
         except Untraceable as reason:
             for norm in norms.intersection(module for _, _, module in slots_of(block, False)):
                 reasons[norm] = f"{type(block).__name__} cannot be traced: {reason}"
+            alone |= not_its_own(block, mentioned(block))
             continue
         nodes = trace.graph.nodes
         calls = [(node, block.get_submodule(str(node.target))) for node in nodes if node.op == "call_module"]

@@ -32,6 +32,7 @@ from normmatters.convert.fused import (
     until_norm,
 )
 from normmatters.convert.in_place import changes
+from normmatters.convert.mentioned import mentioned
 from normmatters.convert.parts import (
     WATCHED,
     blocks_of,
@@ -203,6 +204,7 @@ def _plan_traced(
     except Untraceable as reason:
         for norm in own & direct:
             plan.notes.setdefault(norm, f"{type(block).__name__} cannot be traced: {reason}")
+        plan.alone |= not_its_own(block, mentioned(block))
         return
     called = [module for trace in traces for module in trace.called]
     alone = not_its_own(block, called)
