@@ -291,6 +291,11 @@ class Reads(ByName):
         return self.block(x) + self.block.conv.weight.sum()  # type: ignore[no-any-return, operator, union-attr]
 
 
+class ConvInMethod(ConvNormReLU):
+    def features(self, x: Tensor) -> Tensor:
+        return self.conv(x)
+
+
 class Outside(nn.Module):
     """Calls a block, and the convolution in it once more."""
 
@@ -314,6 +319,7 @@ def with_another_convolution() -> nn.Module:
     [
         (Tied, "its parameters, or those of the layer in front of it, are used on their own"),
         (Outside, ALONE),
+        (ConvInMethod, ALONE),
         (lambda: ByName(Stem()), ALONE),
         (lambda: Reads(ConvNormReLU()), ALONE),
         (lambda: InTurn(row()), ALONE),

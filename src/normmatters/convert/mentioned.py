@@ -1,8 +1,9 @@
-"""What a forward that cannot be traced may use: by the names that its code looks up."""
+"""What code may use that cannot be traced, or that nobody asked to trace: by the names that it looks up."""
 
 from __future__ import annotations
 
 import dis
+import functools
 import inspect
 import sys
 from collections.abc import Iterator
@@ -24,11 +25,9 @@ def mentioned(block: nn.Module) -> set[nn.Module]:
     """
     modules = {f".{path}": module for path, module in block.named_modules(remove_duplicate=False)}
     found = {module for attributes, _, module in held_beside(block) if attributes is vars(block)}
-    for code in _codes(block):
-        for start, names, called in _lookups(code):
-            path = "." + ".".join(names)
-            own = start == code.co_varnames[:1]
-            meant = [module for at, module in modules.items() if at == path or (not own and at.endswith(path))]
+    for codes in _methods(block, "forward").values():
+        for path, own, called in _lookups(codes):
+            meant = _named(modules, path, own)
             looks_into = not (called and meant)
             while path and not meant:  # a weight of it, or its children()
                 path = path.rpartition(".")[0]
@@ -39,24 +38,44 @@ def mentioned(block: nn.Module) -> set[nn.Module]:
     return found
 
 
-def _codes(block: nn.Module) -> Iterator[CodeType]:
-    """The code of ``forward``, and of all methods of the user's classes that it, or one of these, names."""
-    names, seen = ["forward"], {"forward"}
+def called_elsewhere(block: nn.Module) -> Iterator[set[nn.Module]]:
+    """The modules in ``block`` that it calls in each of its public methods that are no part of its forward."""
+    modules = {f".{path}": module for path, module in block.named_modules(remove_duplicate=False)}
+    known = _methods(block, "forward")
+    names = {name for cls in type(block).__mro__ for name in vars(cls)}
+    for name in names - known.keys():
+        if not name.startswith("_") and not hasattr(nn.Module, name):
+            codes = [code for codes in _methods(block, name, private=True).values() for code in codes]
+            calls = [_named(modules, path, own) for path, own, called in _lookups(codes) if called]
+            yield {module for meant in calls for module in meant}
+
+
+def _named(modules: dict[str, nn.Module], path: str, own: bool) -> list[nn.Module]:
+    if own:
+        return [modules[path]] if path in modules else []
+    return [module for at, module in modules.items() if at.endswith(path)]
+
+
+def _methods(block: nn.Module, name: str, *, private: bool = False) -> dict[str, list[CodeType]]:
+    """The code of the method ``name`` and of all methods of the user's that it leads to, or ``private`` ones alone."""
+    found: dict[str, list[CodeType]] = {}
+    names = [name]
     while names:
         name = names.pop()
+        codes = found[name] = []
         for attributes in (vars(block), *map(vars, type(block).__mro__)):
             function: Any = attributes.get(name)
             if callable(function) or isinstance(function, (staticmethod, classmethod)):
                 function = inspect.unwrap(function)  # type: ignore[arg-type]
             function = getattr(function, "__func__", function)
             if isinstance(function, FunctionType) and str(function.__module__).split(".")[0] != "torch":
-                codes = [*_with_inner(function.__code__)]
-                yield from codes
-                inside = {found for code in codes for found in code.co_names}
-                names += inside - seen
-                seen |= inside
-                if name not in inside:  # and asks not for another one's of this name: `super().forward`
+                here = [*_with_inner(function.__code__)]
+                codes += here
+                if not any(name in code.co_names for code in here):  # nor another one's of this name: `super().forward`
                     break
+        mentioned = {other for code in codes for other in code.co_names if other.startswith("_") or not private}
+        names += mentioned - found.keys() - {*names}
+    return {name: codes for name, codes in found.items() if codes}
 
 
 def _with_inner(code: CodeType) -> Iterator[CodeType]:
@@ -66,8 +85,16 @@ def _with_inner(code: CodeType) -> Iterator[CodeType]:
             yield from _with_inner(constant)
 
 
-def _lookups(code: CodeType) -> Iterator[tuple[tuple[str, ...], list[str], bool]]:
-    """(variable, names, whether called) of each ``variable.name.name``; without a variable behind ``[...]``."""
+def _lookups(codes: list[CodeType]) -> Iterator[tuple[str, bool, bool]]:
+    """(".name.name", whether of the block itself, whether called) of each ``variable.name.name`` and ``[...].name``."""
+    for code in codes:
+        for start, names, called in _looked_up(code):
+            yield "." + ".".join(names), start == code.co_varnames[:1], called
+
+
+@functools.lru_cache(4096)
+def _looked_up(code: CodeType) -> list[tuple[tuple[str, ...], list[str], bool]]:
+    found = []
     start: tuple[str, ...] | None = None
     names: list[str] = []
     called = False
@@ -77,7 +104,8 @@ def _lookups(code: CodeType) -> Iterator[tuple[tuple[str, ...], list[str], bool]
             called = step.opname == "LOAD_METHOD" or (sys.version_info >= (3, 12) and bool((step.arg or 0) & 1))
         elif step.opname not in ("EXTENDED_ARG", "CACHE"):
             if names and start is not None:
-                yield start, names, called
+                found.append((start, names, called))
             names = []
             variable = step.opname.startswith(("LOAD_FAST", "LOAD_DEREF"))
             start = (str(step.argval),) if variable else () if step.opname == "BINARY_SUBSCR" else None
+    return found
