@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 import threading
 from collections.abc import Callable
@@ -45,6 +46,8 @@ class Block(nn.Module):
         self.act, self.sum = F.relu, torch.add
         self.kind = Kind.PLAIN
         self.tags = {"a"}
+        self.dtype = torch.float64
+        self.times = functools.partial(torch.mul, other=1.0)
         self.layers = nn.ModuleList([nn.Identity()])
         self.register_module("adapter", None)
         self.register_parameter("gain", None)
@@ -60,7 +63,7 @@ class Block(nn.Module):
             out = out if factor is None else out * factor
         for layer in self.layers:
             out = layer(out)
-        out = out if "a" in self.tags else -out
+        out = self.times(out.to(self.dtype) if "a" in self.tags else -out)
         shortcut = x if self.skip and type(self.none) is nn.Identity else -x
         return self.relu(self.sum(self.none(self.branch(out)), shortcut))
 
@@ -98,6 +101,8 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     r"gain is Parameter containing:\n": lambda block: setattr(block, "gain", nn.Parameter(torch.zeros(1))),
     "mask is tensor": lambda block: setattr(block, "mask", torch.zeros(1)),
     "late is 0.5": lambda block: setattr(block, "late", 0.5),
+    r"dtype is torch\.float32": lambda block: setattr(block, "dtype", torch.float32),
+    "times is functools.partial.*2.0": lambda block: setattr(block, "times", functools.partial(torch.mul, other=2.0)),
     "tags is set": lambda block: block.tags.clear(),
     "none.__class__ is .*Tanh": lambda block: setattr(block, "none", nn.Tanh()),
 }

@@ -315,13 +315,19 @@ def _same(a: Any, b: Any) -> bool:
     return bool(a.tolist() == b.tolist() if hasattr(a, "tolist") else a == b)
 
 
+_PLAIN = (
+    *(bool, int, float, str, FunctionType, BuiltinFunctionType),
+    *(torch.dtype, torch.device, torch.memory_format),
+)
+
+
 def setting(value: Any) -> Any:
     """A plain value or a function as it is, a tuple or frozenset of such for what holds them, ``...`` for others."""
-    if value is None or type(value) in (bool, int, float, str, FunctionType, BuiltinFunctionType):
+    if value is None or type(value) in _PLAIN or isinstance(value, Enum):
         return value
-    if isinstance(value, Enum):
-        return value
-    if isinstance(value, dict):
+    if isinstance(value, functools.partial):
+        value = (value.func, value.args, value.keywords)
+    elif isinstance(value, dict):
         value = value.items()
     elif isinstance(value, (set, frozenset)):
         return frozenset([setting(item) for item in value])
