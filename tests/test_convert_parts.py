@@ -211,7 +211,23 @@ class ByNumber(ByName):
 
 class Whole(ByName):
     def forward(self, x: Tensor, option: None = None) -> Tensor:
-        return self.block(x).relu().sum(dim=(2, 3))  # type: ignore[no-any-return]
+        x = self.block(x)
+        return x.relu() / x.norm()  # type: ignore[no-any-return]
+
+
+class NamedAsTensorsMethod(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = conv_norm()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.norm(self.conv(x)))
+
+
+class ByLocalName(ByName):
+    def forward(self, x: Tensor, option: None = None) -> Tensor:
+        block: Any = self.block
+        return block.norm(block.conv(x))  # type: ignore[no-any-return]
 
 
 def row() -> nn.Module:
@@ -230,6 +246,8 @@ ALONE = "a part of its block is called alone"
         (lambda: ByMethod(Stem()), "", ALONE),
         (lambda: InTurn(row()), "", ALONE),
         (lambda: ByNumber(row()), "", ALONE),
+        (lambda: ByLocalName(NamedAsTensorsMethod()), "", ALONE),
+        (lambda: Whole(NamedAsTensorsMethod()), "relu", ""),
         (lambda: Whole(row()), "relu", ""),
         (lambda: Whole(Stem()), "relu + max pool", ""),
         (PartAlone, "", ALONE),

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from types import CodeType, FunctionType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from normmatters.nn.replace import held_beside
 
@@ -97,15 +97,19 @@ def _looked_up(code: CodeType) -> list[tuple[tuple[str, ...], list[str], bool]]:
     found = []
     start: tuple[str, ...] | None = None
     names: list[str] = []
-    called = False
+    called, before = False, ""
+    tensors = set() if "getattr" in code.co_names else {*code.co_varnames[1:]}  # given, or results of calls and sums
     for step in dis.get_instructions(code):
         if step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
             names.append(step.argval)
             called = step.opname == "LOAD_METHOD" or (sys.version_info >= (3, 12) and bool((step.arg or 0) & 1))
-        elif step.opname not in ("EXTENDED_ARG", "CACHE"):
+        elif step.opname != "EXTENDED_ARG":
             if names and start is not None:
                 found.append((start, names, called))
             names = []
             variable = step.opname.startswith(("LOAD_FAST", "LOAD_DEREF"))
             start = (str(step.argval),) if variable else () if step.opname == "BINARY_SUBSCR" else None
-    return found
+            if step.opname.startswith("STORE_FAST") and not before.startswith(("CALL", "BINARY_OP")):
+                tensors.discard(step.argval)
+        before = step.opname
+    return [each for each in found if not (tensors.intersection(each[0]) and hasattr(Tensor, each[1][0]))]
