@@ -195,6 +195,15 @@ class ByMethod(ByName):
         return self.block.bn(self.block.conv(x))  # type: ignore[operator, union-attr, no-any-return]
 
 
+class ByProperty(ByName):
+    @property
+    def before(self) -> nn.Module:
+        return self.block.bn  # type: ignore[no-any-return, union-attr]
+
+    def forward(self, x: Tensor, option: None = None) -> Tensor:
+        return self.before(self.block.conv(x))  # type: ignore[no-any-return, operator, union-attr]
+
+
 class InTurn(ByName):
     def forward(self, x: Tensor, option: None = None) -> Tensor:
         features = []
@@ -244,6 +253,7 @@ ALONE = "a part of its block is called alone"
         (lambda: Untraceable(Stem()), "", ALONE),
         (lambda: ByName(Stem()), "", ALONE),
         (lambda: ByMethod(Stem()), "", ALONE),
+        (lambda: ByProperty(Stem()), "", ALONE),
         (lambda: InTurn(row()), "", ALONE),
         (lambda: ByNumber(row()), "", ALONE),
         (lambda: ByLocalName(NamedAsTensorsMethod()), "", ALONE),

@@ -65,6 +65,8 @@ def _methods(block: nn.Module, name: str, *, private: bool = False) -> dict[str,
         codes = found[name] = []
         for attributes in (vars(block), *map(vars, type(block).__mro__)):
             function: Any = attributes.get(name)
+            if isinstance(function, property):
+                function = function.fget
             if callable(function) or isinstance(function, (staticmethod, classmethod)):
                 function = inspect.unwrap(function)  # type: ignore[arg-type]
             function = getattr(function, "__func__", function)
