@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 import threading
 from collections.abc import Callable
@@ -44,12 +45,25 @@ class Block(nn.Module):
         self.shape = torch.Size((1, 1))
         self.act, self.sum = F.relu, torch.add
         self.kind = Kind.PLAIN
+        self.tags = {"a"}
+        self.dtype = torch.float64
+        self.times = functools.partial(torch.mul, other=1.0)
+        self.layers = nn.ModuleList([nn.Identity()])
+        self.register_module("adapter", None)
+        self.register_parameter("gain", None)
+        self.register_buffer("mask", None)
 
     def forward(self, x: Tensor) -> Tensor:
         out = F.dropout(self.act(self.bn(self.conv(x))), self.drop.p, self.drop.training)
         out = out * (self.factors[0] * self.table["factor"] * self.rate)
         if (2, 2) in (self.size, self.shape) or self.kind is Kind.RAISED:
             out = out + 1
+        out = out if self.adapter is None else self.adapter(out)
+        for factor in (self.gain, self.mask, getattr(self, "late", None)):
+            out = out if factor is None else out * factor
+        for layer in self.layers:
+            out = layer(out)
+        out = self.times(out.to(self.dtype) if "a" in self.tags else -out)
         shortcut = x if self.skip and type(self.none) is nn.Identity else -x
         return self.relu(self.sum(self.none(self.branch(out)), shortcut))
 
@@ -82,6 +96,14 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "branch.1.act is None": lambda block: block.branch.__setitem__(1, nn.BatchNorm2d(3).double()),
     "branch._modules is .*Tanh": lambda block: block.branch.append(nn.Tanh()),
     "relu.__class__ is .*Tanh": lambda block: setattr(block, "relu", nn.Tanh()),
+    "layers._modules is .*Tanh": lambda block: block.layers.append(nn.Tanh()),
+    "adapter is Tanh": lambda block: setattr(block, "adapter", nn.Tanh()),
+    r"gain is Parameter containing:\n": lambda block: setattr(block, "gain", nn.Parameter(torch.zeros(1))),
+    "mask is tensor": lambda block: setattr(block, "mask", torch.zeros(1)),
+    "late is 0.5": lambda block: setattr(block, "late", 0.5),
+    r"dtype is torch\.float32": lambda block: setattr(block, "dtype", torch.float32),
+    "times is functools.partial.*2.0": lambda block: setattr(block, "times", functools.partial(torch.mul, other=2.0)),
+    "tags is set": lambda block: block.tags.clear(),
     "none.__class__ is .*Tanh": lambda block: setattr(block, "none", nn.Tanh()),
 }
 

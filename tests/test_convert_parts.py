@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -153,11 +154,113 @@ class PlainList(nn.Module):
         return self.pools[0](self.relu(self.norms["first"][0](self.conv(x))))  # type: ignore[no-any-return]
 
 
+class Untraceable(nn.Module):
+    """Takes what it needs out of a block and a Sequential; nobody can follow it, for its forward has an option."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+        self.held = [module for module in block.modules() if isinstance(module, nn.BatchNorm2d)]
+
+    def forward(self, x: Tensor, option: None = None) -> Tensor:
+        return self.block(x)  # type: ignore[no-any-return]
+
+
+class Stem(ConvNormReLU):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = nn.MaxPool2d(3, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.pool(self.relu(self.bn(self.conv(x))))  # type: ignore[no-any-return]
+
+
+class ByName(Untraceable):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__(block)
+        del self.held
+
+    def forward(self, x: Tensor, option: None = None) -> Tensor:
+        block: Any = self.block
+        features = block.relu(block.bn(block.conv(x)))
+        return features[..., ::2, ::2] + block.pool(features)  # type: ignore[no-any-return]
+
+
+class ByMethod(ByName):
+    def forward(self, x: Tensor, option: None = None) -> Tensor:
+        return F.relu(self.before(x) + 1)
+
+    @torch.enable_grad()
+    def before(self, x: Tensor) -> Tensor:
+        return self.block.bn(self.block.conv(x))  # type: ignore[operator, union-attr, no-any-return]
+
+
+class ByProperty(ByName):
+    @property
+    def before(self) -> nn.Module:
+        return self.block.bn  # type: ignore[no-any-return, union-attr]
+
+    def forward(self, x: Tensor, option: None = None) -> Tensor:
+        return self.before(self.block.conv(x))  # type: ignore[no-any-return, operator, union-attr]
+
+
+class InTurn(ByName):
+    def forward(self, x: Tensor, option: None = None) -> Tensor:
+        features = []
+        for layer in self.block.children():
+            x = layer(x)
+            features.append(x)
+        return torch.stack(features).sum(0)
+
+
+class ByNumber(ByName):
+    def forward(self, x: Tensor, option: None = None) -> Tensor:
+        return self.block[1](self.block[0](x))  # type: ignore[index, operator, no-any-return]
+
+
+class Whole(ByName):
+    def forward(self, x: Tensor, option: None = None) -> Tensor:
+        x = self.block(x)
+        return x.relu() / x.norm()  # type: ignore[no-any-return]
+
+
+class NamedAsTensorsMethod(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = conv_norm()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.norm(self.conv(x)))
+
+
+class ByLocalName(ByName):
+    def forward(self, x: Tensor, option: None = None) -> Tensor:
+        block: Any = self.block
+        return block.norm(block.conv(x))  # type: ignore[no-any-return]
+
+
+def row() -> nn.Module:
+    return nn.Sequential(*conv_norm(), nn.ReLU())
+
+
+ALONE = "a part of its block is called alone"
+
+
 @pytest.mark.parametrize(
     ("make", "fused", "note"),
     [
         (PlainList, "relu", ""),
-        (PartAlone, "", "a part of its block is called alone"),
+        (lambda: Untraceable(Stem()), "", ALONE),
+        (lambda: ByName(Stem()), "", ALONE),
+        (lambda: ByMethod(Stem()), "", ALONE),
+        (lambda: ByProperty(Stem()), "", ALONE),
+        (lambda: InTurn(row()), "", ALONE),
+        (lambda: ByNumber(row()), "", ALONE),
+        (lambda: ByLocalName(NamedAsTensorsMethod()), "", ALONE),
+        (lambda: Whole(NamedAsTensorsMethod()), "relu", ""),
+        (lambda: Whole(row()), "relu", ""),
+        (lambda: Whole(Stem()), "relu + max pool", ""),
+        (PartAlone, "", ALONE),
         (WholeBlockAlone, "relu", ""),
         (OfAHolder, "relu", ""),
         (ReluOfSequential, "", "the ReLU behind it has other uses"),
@@ -209,6 +312,18 @@ class Tied(nn.Module):
         return F.conv_transpose2d(self.bn(self.conv(x)), self.conv.weight, padding=1)
 
 
+class Reads(ByName):
+    """Takes the weight of a layer in a block; its forward has an option, and cannot be traced."""
+
+    def forward(self, x: Tensor, option: None = None) -> Tensor:
+        return self.block(x) + self.block.conv.weight.sum()  # type: ignore[no-any-return, operator, union-attr]
+
+
+class ConvInMethod(ConvNormReLU):
+    def features(self, x: Tensor) -> Tensor:
+        return self.conv(x)
+
+
 class Outside(nn.Module):
     """Calls a block, and the convolution in it once more."""
 
@@ -231,7 +346,11 @@ def with_another_convolution() -> nn.Module:
     ("make", "reason"),
     [
         (Tied, "its parameters, or those of the layer in front of it, are used on their own"),
-        (Outside, "a part of its block is called alone"),
+        (Outside, ALONE),
+        (ConvInMethod, ALONE),
+        (lambda: ByName(Stem()), ALONE),
+        (lambda: Reads(ConvNormReLU()), ALONE),
+        (lambda: InTurn(row()), ALONE),
         (with_another_convolution, "hooks see its input or output, or a forward was replaced"),
     ],
 )

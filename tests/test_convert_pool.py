@@ -54,6 +54,14 @@ class ReluIsUsedAgain(Stem):
         return self.pool(y).mean() + y
 
 
+class FeaturesBeforePool(Stem):
+    """As timm's ResNet.forward_intermediates: a method that forward does not call."""
+
+    def features(self, x: Tensor) -> Tensor:
+        x = self.bn(self.conv(x))
+        return self.relu(x)
+
+
 class PoolIsUsedAgain(Stem):
     def forward(self, x: Tensor) -> Tensor:
         return self.pool(self.pool(self.relu(self.bn(self.conv(x)))))
@@ -190,6 +198,7 @@ def test_a_pool_that_gives_indices_stays():
         (PoolIsUsedAgain, "relu"),
         (PoolHasTwoNames, "relu"),
         (TrainingOnly, "relu"),
+        (FeaturesBeforePool, "relu"),
         (AddFirst, "add + relu"),
     ],
 )

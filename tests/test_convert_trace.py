@@ -299,10 +299,55 @@ class Private(Features):
         return self._impl(x)
 
 
+class ForwardAlone(Features):
+    """Its forward does not call its other methods."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.relu(self.bn(self.conv(x)))  # type: ignore[no-any-return]
+
+    def features(self, x: Tensor) -> Tensor:
+        return self.relu(self.bn(self.conv(x)))  # type: ignore[no-any-return]
+
+
+class NormInMethod(ForwardAlone):
+    def features(self, x: Tensor) -> Tensor:
+        return self._stem(x)
+
+    def _stem(self, x: Tensor) -> Tensor:
+        return self.bn(self.conv(x))  # type: ignore[no-any-return]
+
+
+class ReLUInMethod(ForwardAlone):
+    def features(self, x: Tensor) -> Tensor:
+        return self.relu(x)  # type: ignore[no-any-return]
+
+
+class AddInMethod(ForwardAlone):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.relu(self.bn(self.conv(x)) + x)  # type: ignore[no-any-return]
+
+    def features(self, x: Tensor) -> Tensor:
+        return self.relu(self.bn(self.conv(x)) + x)  # type: ignore[no-any-return]
+
+
+class CallsForward(ForwardAlone):
+    def features(self, x: Tensor) -> Tensor:
+        nn.init.ones_(self.bn.weight)
+        return self.forward(x) + self(x)  # type: ignore[no-any-return]
+
+
+PART_ALONE = "a part of its block is called alone"
+
+
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("cls", "fused", "note"),
     [
+        (ForwardAlone, "relu", ""),
+        (NormInMethod, "", PART_ALONE),
+        (ReLUInMethod, "relu", ""),
+        (AddInMethod, "", PART_ALONE),
+        (CallsForward, "relu", ""),
         (Features, "relu", ""),
         (FeaturesBeforeReLU, "", "FeaturesBeforeReLU.features may be called on its own"),
         (FeaturesWithAdd, "", "FeaturesWithAdd.features may be called on its own"),

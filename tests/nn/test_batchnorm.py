@@ -320,6 +320,13 @@ def test_a_training_step_before_the_backward_pass_of_evaluation(p: float | str) 
     assert torch.equal(gradient, expected)
 
 
+def test_a_model_of_inference_mode_evaluates_outside_of_it() -> None:
+    with torch.inference_mode():
+        bn, x = of_kind(1, None, dtype=torch.float64).eval(), torch.randn(4, 3, 5, 5, dtype=torch.float64)
+        expected = bn(x)
+    assert torch.equal(bn(x), expected)
+
+
 @pytest.mark.parametrize("training", [False, True])
 def test_running_statistics_need_not_be_buffers(training: bool) -> None:
     """Parameters in their place, to be tuned or kept by whoever keeps parameters, and parametrized ones."""

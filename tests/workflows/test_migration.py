@@ -401,9 +401,16 @@ def test_errors_name_the_key_and_change_nothing(
     torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
 
 
+def test_a_norm_that_counts_no_batches_is_written() -> None:
+    norm = nm.L1BatchNorm2d(3)
+    norm.num_batches_tracked = None
+    assert sorted(nm.migrate.to_norm_matters(norm)) == ["mean", "running_mean", "running_var", "scale"]
+
+
 def test_other_errors() -> None:
-    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got list"):
-        nm.migrate.translate([], {})  # type: ignore[arg-type]
+    for given_both in (nm.migrate.translate, nm.migrate.load):
+        with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got list"):
+            given_both([], {})  # type: ignore[operator]
     for function in (nm.migrate.to_norm_matters, nm.migrate.to_torch_weight_norm):
         with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got list"):
             function([])  # type: ignore[arg-type]

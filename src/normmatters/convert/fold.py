@@ -16,6 +16,7 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from normmatters.convert.back import PLAIN_BATCH_NORMS, BatchNormAct2d, SyncBatchNormAct, ThenReLU, to_torch
+from normmatters.convert.mentioned import called_elsewhere, mentioned
 from normmatters.convert.parts import (
     WATCHED,
     blocks_of,
@@ -121,6 +122,7 @@ def _find(model: nn.Module) -> tuple[dict[nn.Module, tuple[nn.Module, bool]], di
     places = Counter(module for _, module in model.named_modules(remove_duplicate=False))
     alone: set[nn.Module] = set()  # parts of a block that an outer one calls,
     read: set[Tensor] = set()  # and tensors that it reads itself
+    elsewhere = [called for block in blocks_of(model, norms) for called in called_elsewhere(block)]
     for block in blocks_of(model, norms):
         sequentials = {module for _, _, module in slots_of(block, True) if is_sequential(module)}
         try:
@@ -128,6 +130,7 @@ def _find(model: nn.Module) -> tuple[dict[nn.Module, tuple[nn.Module, bool]], di
         except Untraceable as reason:
             for norm in norms.intersection(module for _, _, module in slots_of(block, False)):
                 reasons[norm] = f"{type(block).__name__} cannot be traced: {reason}"
+            alone |= not_its_own(block, mentioned(block))
             continue
         nodes = trace.graph.nodes
         calls = [(node, block.get_submodule(str(node.target))) for node in nodes if node.op == "call_module"]
@@ -145,7 +148,9 @@ def _find(model: nn.Module) -> tuple[dict[nn.Module, tuple[nn.Module, bool]], di
                 reasons[norm] = "no layer in front of it"
             elif any(places[module] != places[block] or times[module] != 1 for module in (layer, norm)):
                 reasons[norm] = "it or the layer in front of it is used at several places"
-            elif any(called_without(block, module, alone) for module in (layer, norm)):
+            elif any(called_without(block, module, alone) for module in (layer, norm)) or any(
+                (layer in called) != (norm in called) for called in elsewhere
+            ):
                 reasons[norm] = "a part of its block is called alone"
             elif any(
                 tensor in read for module in (layer, norm) for tensor in module.state_dict(keep_vars=True).values()

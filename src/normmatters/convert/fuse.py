@@ -32,6 +32,7 @@ from normmatters.convert.fused import (
     until_norm,
 )
 from normmatters.convert.in_place import changes
+from normmatters.convert.mentioned import called_elsewhere, mentioned
 from normmatters.convert.parts import (
     WATCHED,
     blocks_of,
@@ -72,6 +73,7 @@ class FusionPlan:
     classes: dict[nn.Module, type[nn.Module]] = field(default_factory=dict)  # blocks with a new forward
     guards: dict[nn.Module, dict[str, Any]] = field(default_factory=dict)  # of blocks with placeholders
     alone: set[nn.Module] = field(default_factory=set)  # parts of a block that are called from outside it
+    elsewhere: set[nn.Module] = field(default_factory=set)  # and those that its other methods call
 
     def apply(self) -> None:
         """Put the plan into effect on the model; giving each fused norm ``act`` and ``pool`` is the caller's part."""
@@ -126,14 +128,14 @@ def plan_fusion(
     candidates = {norm for norm in norms if not has_hooks(norm)}
     plan.notes = {norm: "hooks see its output" for norm in norms if norm not in candidates}
     for block in blocks_of(model, set(norms)):
+        _plan_methods(block, set(norms), plan)
+    for block in blocks_of(model, set(norms)):
         # Another way to a norm than through this block would meet the ReLU without having asked for it.
         reachable = Counter(module for _, module in block.named_modules(remove_duplicate=False))
         once = {norm for norm in candidates if reachable[norm] == 1 and paths[norm] == paths[block]}
         own = {norm for norm in once if not called_without(block, norm, plan.alone)}
-        if is_sequential(block):
-            _plan_sequential(block, own, own.intersection(pooling), paths, plan)
-        else:
-            _plan_traced(block, own, own.intersection(pooling), paths, plan)
+        plan_block = _plan_sequential if is_sequential(block) else _plan_traced
+        plan_block(block, own, own.intersection(pooling) - plan.elsewhere, paths, plan)
     plan.fused.update(dict.fromkeys(plan.pools, "relu + max pool"))
     watched = in_watched_sequentials(model)
     for norm in set(norms) - plan.fused.keys():
@@ -141,6 +143,16 @@ def plan_fusion(
         otherwise = _ALONE if alone else WATCHED if norm in watched else _NO_RELU
         plan.notes.setdefault(norm, "it is used at several places" if paths[norm] > 1 else otherwise)
     return plan
+
+
+def _plan_methods(block: nn.Module, norms: set[nn.Module], plan: FusionPlan) -> None:
+    """See to the methods of a block beside its forward: what they call is to stay what it is."""
+    for called in called_elsewhere(block):
+        relus = {module for module in called if isinstance(module, nn.ReLU)}
+        # With a ReLU behind the norm there too, relu(relu(x)) is harmless; an add or a pool in between is not.
+        harmless = norms | relus if relus and not norms.isdisjoint(called) else set()
+        plan.alone |= called - harmless
+        plan.elsewhere |= called
 
 
 def _plan_sequential(
@@ -203,6 +215,7 @@ def _plan_traced(
     except Untraceable as reason:
         for norm in own & direct:
             plan.notes.setdefault(norm, f"{type(block).__name__} cannot be traced: {reason}")
+        plan.alone |= not_its_own(block, mentioned(block))
         return
     called = [module for trace in traces for module in trace.called]
     alone = not_its_own(block, called)
@@ -296,7 +309,10 @@ def _matches(
         reasons = [reason for reason in pair if isinstance(reason, str)]
         match pair:
             case [_Match() as train, _Match() as evaluate] if train.kind == evaluate.kind:
-                found[norm] = (train, evaluate)
+                if train.add is None or norm not in plan.elsewhere:
+                    found[norm] = (train, evaluate)
+                else:
+                    plan.notes[norm] = _ALONE
             case _:
                 plan.notes[norm] = reasons[0] if reasons else "training and evaluation differ behind it"
     for norm, (train, _) in list(found.items()):

@@ -259,11 +259,7 @@ def norm_add_relu(norm: Any, input: Tensor, residual: Tensor, in_place: bool = F
         return function_call(norm_add_relu, norm, input, residual, in_place)  # type: ignore[no-any-return]
     if _alike(residual, input):
         return norm(input, residual)  # type: ignore[no-any-return]
-    act, norm.act = norm.act, None
-    try:
-        output = norm(input)
-    finally:
-        norm.act = act
+    output = norm(input, ...)
     return torch.relu(output.add_(residual) if in_place else output + residual)
 
 

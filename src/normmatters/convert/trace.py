@@ -315,14 +315,22 @@ def _same(a: Any, b: Any) -> bool:
     return bool(a.tolist() == b.tolist() if hasattr(a, "tolist") else a == b)
 
 
+_PLAIN = (
+    *(bool, int, float, str, FunctionType, BuiltinFunctionType),
+    *(torch.dtype, torch.device, torch.memory_format),
+)
+
+
 def setting(value: Any) -> Any:
-    """A plain value or a function as it is, a tuple for a list or dict with such, and ``...`` for anything else."""
-    if value is None or type(value) in (bool, int, float, str, FunctionType, BuiltinFunctionType):
+    """A plain value or a function as it is, a tuple or frozenset of such for what holds them, ``...`` for others."""
+    if value is None or type(value) in _PLAIN or isinstance(value, Enum):
         return value
-    if isinstance(value, Enum):
-        return value
-    if isinstance(value, dict):
+    if isinstance(value, functools.partial):
+        value = (value.func, value.args, value.keywords)
+    elif isinstance(value, dict):
         value = value.items()
+    elif isinstance(value, (set, frozenset)):
+        return frozenset([setting(item) for item in value])
     elif not isinstance(value, (tuple, list)):
         return ...
     return tuple([setting(item) for item in value])
@@ -332,18 +340,26 @@ def setting(value: Any) -> Any:
 def _recorded_reads(block: nn.Module) -> Iterator[dict[str, Any]]:
     """Collect the settings that forward reads, by their paths: branches on them are decided while tracing.
 
-    They are the block's own attributes and those of its modules. What it computes from them is of no matter.
+    They are the block's own attributes and those of its modules, be they None or not there at all, and which modules
+    a container holds. What it computes from them is of no matter.
     """
     prefixes = {id(module): f"{path}." if path else "" for path, module in block.named_modules()}
-    not_set = {*vars(nn.Module), *vars(nn.Module())} - {"training"}
+    not_set = {*vars(nn.Module), *vars(nn.Module())} - {"training", "_modules"}
     reads: dict[str, Any] = {}
+    missed: dict[str, tuple[nn.Module, str]] = {}
     thread = threading.get_ident()
 
     def __getattribute__(self: nn.Module, name: str) -> Any:
-        value = super(nn.Module, self).__getattribute__(name)
         path = prefixes.get(id(self), "") + name
-        if id(self) in prefixes and name not in not_set and path != "training" and threading.get_ident() == thread:
-            if setting(value) is not ... and inspect.getattr_static(self, name, ...) is value:
+        asked = id(self) in prefixes and name not in not_set and path != "training" and threading.get_ident() == thread
+        try:
+            value = super(nn.Module, self).__getattribute__(name)
+        except AttributeError:  # registered, and found by __getattr__, but perhaps as None; or not there
+            if asked:
+                missed[path] = self, name
+            raise
+        if asked and setting(value) is not ... and inspect.getattr_static(self, name, ...) is value:
+            if name != "_modules" or not _fx_asks(sys._getframe(1)):
                 reads[path] = setting(value)
         return value
 
@@ -353,3 +369,11 @@ def _recorded_reads(block: nn.Module) -> Iterator[dict[str, Any]]:
         yield reads
     finally:
         del nn.Module.__getattribute__
+    reads |= {path: None for path, (owner, name) in missed.items() if getattr(owner, name, None) is None}
+
+
+def _fx_asks(frame: FrameType | None) -> bool:
+    """Whether torch.fx looks through the modules, be it by way of ``named_modules``."""
+    while frame is not None and frame.f_globals.get("__name__") == nn.Module.__module__:
+        frame = frame.f_back
+    return frame is not None and str(frame.f_globals.get("__name__")).startswith("torch.fx.")

@@ -43,7 +43,7 @@ def _is_recorded(*tensors: Tensor | None) -> bool:
         torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
         and not torch.jit.is_tracing()  # type: ignore[attr-defined]
-        and any(t is not None and t.requires_grad for t in tensors)
+        and any(t is not None and t.requires_grad and not t.is_inference() for t in tensors)
     )
 
 

@@ -41,7 +41,8 @@ def load(model: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -
         >>> bn.running_var
         tensor([  4.0000, 100.0000])
     """
-    return model.load_state_dict(translate(model, state_dict), strict=strict)
+    translated = translate(model, state_dict)  # first: it looks at what it was given
+    return model.load_state_dict(translated, strict=strict)
 
 
 def translate(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -47,7 +47,7 @@ def to_authors(state: dict[str, Tensor], prefix: str, module: _LpBatchNorm | _Ba
     variance = module.running_var
     if variance is None:
         raise ValueError(f"{prefix}running_var is missing: expected running statistics, which the authors' norms have")
-    del state[f"{prefix}num_batches_tracked"]
+    state.pop(f"{prefix}num_batches_tracked", None)  # may be None, and is then no entry
     if _is_mean_only(module):
         del state[f"{prefix}running_var"]
         return

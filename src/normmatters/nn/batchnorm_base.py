@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import EllipsisType
 from typing import Any
 
 import torch
@@ -139,17 +140,24 @@ class _LpBatchNorm(_NormBase):
         count: Tensor | None,
         training: bool,
         momentum: float,
-        residual: Tensor | None,
+        residual: Tensor | EllipsisType | None,
         link: Tensor | None = None,
         linked: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """The normalization itself, and its link; :class:`~normmatters.nn.sync.SyncLpBatchNorm` has its own."""
+        """The normalization itself, and its link; :class:`~normmatters.nn.sync.SyncLpBatchNorm` has its own.
+
+        ``...`` stands for a residual that only the caller can add, so that ``act`` is the caller's too: taking it off
+        the module for the time of a call would take it off for all threads.
+        """
+        act = self.act
+        if residual is ...:
+            act = residual = None
         statistics = (running_mean, running_var, self.weight, self.bias, training, momentum, self.eps)
         options: dict[str, Any] = {
             "p": self.p,
             "k": self.k,
             "constant": self.constant,
-            "act": self.act,
+            "act": act,
             "memory": self.memory,
             "num_batches_tracked": count,
         }

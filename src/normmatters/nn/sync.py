@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import dataclass
+from types import EllipsisType
 from typing import Any
 
 import torch
@@ -96,7 +97,7 @@ class SyncLpBatchNorm(_LpBatchNorm):
         batches: Tensor | None,
         training: bool,
         momentum: float,
-        residual: Tensor | None,
+        residual: Tensor | EllipsisType | None,
         *links: Any,
     ) -> tuple[Tensor, Tensor | None]:
         distributed = self.training and dist.is_available() and dist.is_initialized()
@@ -107,6 +108,8 @@ class SyncLpBatchNorm(_LpBatchNorm):
         kind = statistic_kind(self.p, self.k)
         # Counts can be checked only once the whole batch is known; everything else about the input is checked here.
         weight, bias, act = self.weight, self.bias, self.act
+        if residual is ...:
+            act = residual = None
         check_batch_norm(input[:0], running_mean, running_var, weight, bias, True, self.eps, kind=kind, act=act)
         if residual is not None:
             check_residual(residual, input)
