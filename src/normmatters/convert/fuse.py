@@ -10,15 +10,12 @@ calls: a :class:`FusedMaxPool2d` takes its place.
 
 from __future__ import annotations
 
-import operator
 from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import fx, nn
-from torch.nn import functional as F
+from torch import nn
 
 from normmatters.convert.fused import (
     FusedBlock,
@@ -26,12 +23,10 @@ from normmatters.convert.fused import (
     FusedReLU,
     Program,
     fused_class,
-    norm_add_relu,
-    norm_norm_add_relu,
     stand_in,
-    until_norm,
 )
 from normmatters.convert.in_place import changes
+from normmatters.convert.match import NO_RELU, Match, match_of, module_of, pool_behind, rewrite
 from normmatters.convert.mentioned import called_elsewhere, mentioned
 from normmatters.convert.parts import (
     WATCHED,
@@ -51,10 +46,6 @@ from normmatters.convert.trace import Trace, setting, trace_block
 from normmatters.convert.value import Untraceable
 from normmatters.nn.replace import held_beside
 
-_RELUS = {F.relu, F.relu_, torch.relu, torch.relu_, "relu", "relu_"}
-_ADDS = {operator.add, torch.add, "add"}
-_ADDS_IN_PLACE = {operator.iadd, "add_"}
-_NO_RELU = "no ReLU behind it was found"
 _ALONE = "a part of its block is called alone"
 
 
@@ -140,7 +131,7 @@ def plan_fusion(
     watched = in_watched_sequentials(model)
     for norm in set(norms) - plan.fused.keys():
         alone = any(norm in part.modules() for part in plan.alone)
-        otherwise = _ALONE if alone else WATCHED if norm in watched else _NO_RELU
+        otherwise = _ALONE if alone else WATCHED if norm in watched else NO_RELU
         plan.notes.setdefault(norm, "it is used at several places" if paths[norm] > 1 else otherwise)
     return plan
 
@@ -187,21 +178,6 @@ def _has_other_uses(
     return paths[owner] != paths[block] or called_without(block, module, plan.alone)
 
 
-@dataclass(frozen=True)
-class _Match:
-    """A norm's call in a graph and what follows it."""
-
-    norm: fx.Node
-    identities: tuple[fx.Node, ...]
-    add: fx.Node | None
-    residual: int  # which operand of the add; not the node itself, which may be the ReLU of another match
-    relu: fx.Node
-
-    @property
-    def kind(self) -> str:
-        return "relu" if self.add is None else "add + relu"
-
-
 def _plan_traced(
     block: nn.Module, own: set[nn.Module], pooling: set[nn.Module], paths: Counter[nn.Module], plan: FusionPlan
 ) -> None:
@@ -246,7 +222,7 @@ def _plan_traced(
     if slots is not None:
         plan.slots += slots
         for norm, pair in matches.items():
-            relus = {_module(block, match.relu) for match in pair}
+            relus = {module_of(block, match.relu) for match in pair}
             plan.guard(block, norm, [(owner, name) for owner, name in slots if owner._modules[name] in relus])
         return
     pools = {path: value for norm in matches for path, value in plan.pool_guards(block, norm).items()}
@@ -254,7 +230,7 @@ def _plan_traced(
     shortcuts = [around[0] for around in tails.values()]
     for mode, trace in enumerate(traces):
         for pair in matches.values():
-            _rewrite(block, trace.graph, pair[mode], shortcuts)
+            rewrite(block, trace.graph, pair[mode], shortcuts)
     fused = [str(train.norm.target) for train, _ in matches.values()]
     inlined = [path for path, module in block.named_modules() if module in through]
     links = not _changes_inputs(block, traces[0]) and not has_own_call(block)
@@ -263,13 +239,13 @@ def _plan_traced(
     plan.classes[block] = fused_class(base, program)
 
 
-def _built_of(block: nn.Module, through: set[nn.Module], matches: Iterable[tuple[_Match, _Match]]) -> dict[str, Any]:
+def _built_of(block: nn.Module, through: set[nn.Module], matches: Iterable[tuple[Match, Match]]) -> dict[str, Any]:
     """What a rewritten forward does not look at again: modules that it does not call, and which norms have a ReLU."""
     guards = {f"{p}._modules": setting(m._modules) for p, m in block.named_modules() if m in through}
     for match in (match for pair in matches for match in pair):
         guards[f"{match.norm.target}.act"] = "relu"
         gone = (match.relu, *match.identities)
-        guards |= {f"{n.target}.__class__": type(_module(block, n)) for n in gone if n.op == "call_module"}
+        guards |= {f"{n.target}.__class__": type(module_of(block, n)) for n in gone if n.op == "call_module"}
     return guards
 
 
@@ -295,20 +271,16 @@ def _trace(block: nn.Module, inline: set[nn.Module]) -> tuple[Trace, Trace]:
     return trace_block(block, True, inline), trace_block(block, False, inline)
 
 
-def _module(block: nn.Module, node: fx.Node) -> nn.Module:
-    return block.get_submodule(str(node.target))
-
-
 def _matches(
     block: nn.Module, traces: tuple[Trace, Trace], norms: set[nn.Module], plan: FusionPlan
-) -> dict[nn.Module, tuple[_Match, _Match]]:
+) -> dict[nn.Module, tuple[Match, Match]]:
     """The norms that fuse in the same way in training and in evaluation."""
-    found: dict[nn.Module, tuple[_Match, _Match]] = {}
+    found: dict[nn.Module, tuple[Match, Match]] = {}
     for norm in norms - plan.notes.keys():
-        pair = [_match(block, trace.graph, norm) for trace in traces]
+        pair = [match_of(block, trace.graph, norm) for trace in traces]
         reasons = [reason for reason in pair if isinstance(reason, str)]
         match pair:
-            case [_Match() as train, _Match() as evaluate] if train.kind == evaluate.kind:
+            case [Match() as train, Match() as evaluate] if train.kind == evaluate.kind:
                 if train.add is None or norm not in plan.elsewhere:
                     found[norm] = (train, evaluate)
                 else:
@@ -324,60 +296,15 @@ def _matches(
     return found
 
 
-def _match(block: nn.Module, graph: fx.Graph, norm: nn.Module) -> _Match | str:
-    """What follows the norm in the graph; or why that cannot be merged into it."""
-    calls = [node for node in graph.nodes if node.op == "call_module" and _module(block, node) is norm]
-    if len(calls) != 1:
-        return f"{type(block).__name__} calls it {len(calls)} times"
-    call = last = calls[0]
-    if len(call.args) != 1 or call.kwargs or not isinstance(call.args[0], fx.Node):
-        return "it is not called with one tensor"
-    identities: list[fx.Node] = []
-    add: fx.Node | None = None
-    residual = 0
-    while True:
-        if len(last.users) != 1:
-            return f"its output is used {len(last.users)} times"
-        user = next(iter(last.users))
-        if user.op == "output":
-            return _NO_RELU
-        module = _module(block, user) if user.op == "call_module" else None
-        function = user.target if module is None else None  # a module's target is its name, which may be "relu"
-        if module is not None and is_identity(module):
-            identities.append(user)
-        elif user.args[:1] == (last,) and ((module is not None and is_relu(module)) or function in _RELUS):
-            method = call.meta["method"]
-            # forward alone is rewritten: relu(relu(x)) is harmless in another method, an add behind the ReLU is not.
-            if user.meta["method"] != method or (add is not None and method is not None):
-                return f"{type(block).__name__}.{method or user.meta['method']} may be called on its own"
-            return _Match(call, tuple(identities), add, residual, user)
-        elif add is None and function in _ADDS | _ADDS_IN_PLACE:
-            operands = [operand for operand in user.args if operand is not last]
-            if user.kwargs or len(user.args) != 2 or len(operands) != 1 or not isinstance(operands[0], fx.Node):
-                return "the add behind it is not of two tensors"
-            if function in _ADDS_IN_PLACE and user.args[0] is not last:
-                return "it is the residual: it is added into another tensor"
-            # The fused call takes the add's place: what the norm reads must not be touched until then.
-            between = [node for node in graph.nodes if call < node < user]
-            if any(node in call.args[0].users or changes(block, node, call.args[0]) for node in between):
-                return "its input is used again before the add"
-            add, residual = user, user.args.index(operands[0])
-        else:
-            what = type(module).__name__ if module is not None else getattr(function, "__name__", function)
-            changed = type(module) is nn.ReLU
-            return f"{what} with hooks or another forward follows it" if changed else f"{what} follows it, not a ReLU"
-        last = user
-
-
 def _plan_pools(
     block: nn.Module,
     times: Counter[nn.Module],
-    matches: dict[nn.Module, tuple[_Match, _Match]],
+    matches: dict[nn.Module, tuple[Match, Match]],
     paths: Counter[nn.Module],
     plan: FusionPlan,
 ) -> None:
     for norm, pair in matches.items():
-        pool, other = (_pool_behind(block, match) for match in pair)
+        pool, other = (pool_behind(block, match) for match in pair)
         if pool is None or pool is not other:
             continue
         places = [slot for slot in slots_of(block, False) if slot[2] is pool]
@@ -387,24 +314,10 @@ def _plan_pools(
                 plan.pools[norm] = places[0][:2]
 
 
-def _pool_behind(block: nn.Module, match: _Match) -> nn.Module | None:
-    """The max pool that alone gets the ReLU's output."""
-    node = match.relu
-    while match.add is None and len(node.users) == 1:
-        (user,) = node.users
-        if user.op != "call_module" or user.args != (node,) or user.kwargs:
-            return None
-        module = _module(block, user)
-        if not is_identity(module):
-            return module if is_pool(module) else None
-        node = user
-    return None
-
-
 def _relu_slots(
     block: nn.Module,
     traces: tuple[Trace, Trace],
-    matches: dict[nn.Module, tuple[_Match, _Match]],
+    matches: dict[nn.Module, tuple[Match, Match]],
     paths: Counter[nn.Module],
     plan: FusionPlan,
 ) -> list[tuple[nn.Module, str]] | None:
@@ -412,9 +325,9 @@ def _relu_slots(
     merged = {match.relu for pair in matches.values() for match in pair}
     if any(match.add for pair in matches.values() for match in pair) or any(n.op != "call_module" for n in merged):
         return None
-    relus = {_module(block, node) for node in merged}
+    relus = {module_of(block, node) for node in merged}
     others = {node for trace in traces for node in trace.graph.nodes if node.op == "call_module"} - merged
-    if any(_module(block, node) in relus for node in others):
+    if any(module_of(block, node) in relus for node in others):
         return None
     slots = [slot for slot in slots_of(block, False) if slot[2] in relus]
     if any(_has_other_uses(block, slot, paths, plan) for slot in slots):
@@ -426,38 +339,3 @@ def _may_change_class(block: nn.Module) -> bool:
     names = ("__reduce__", "__reduce_ex__", "__copy__", "__deepcopy__")
     own: Any = block.unfused_class if isinstance(block, FusedBlock) else type(block)
     return all(getattr(own, name, None) is getattr(object, name, None) for name in names)
-
-
-def _rewrite(block: nn.Module, graph: fx.Graph, match: _Match, shortcuts: list[nn.Module]) -> None:
-    if match.add is None:
-        match.relu.replace_all_uses_with(match.relu.args[0])  # type: ignore[arg-type]
-        graph.erase_node(match.relu)
-        return
-    residual: Any = match.add.args[match.residual]
-    function: Any = norm_add_relu
-    if _ends_in_norm(block, residual, shortcuts):
-        function = norm_norm_add_relu
-        with graph.inserting_before(residual):
-            shortcut = graph.create_node("get_attr", str(residual.target))
-            pending = graph.call_function(until_norm, (shortcut, residual.args[0]))
-        residual.replace_all_uses_with(pending)
-        graph.erase_node(residual)
-        residual = pending
-    with graph.inserting_before(match.add):
-        norm = graph.create_node("get_attr", str(match.norm.target))
-        in_place: dict[str, Any] = {"in_place": True} if match.add.target in _ADDS_IN_PLACE else {}
-        fused = graph.call_function(function, (norm, match.norm.args[0], residual), in_place)
-    match.relu.replace_all_uses_with(fused)
-    # identities come in order, before or behind the add: erase from the ReLU backwards
-    for node in sorted((match.relu, match.add, match.norm, *match.identities), reverse=True):
-        graph.erase_node(node)
-
-
-def _ends_in_norm(block: nn.Module, residual: fx.Node, shortcuts: list[nn.Module]) -> bool:
-    """Whether the residual is one of these modules' output and is used for nothing but the add."""
-    return (
-        residual.op == "call_module"
-        and _module(block, residual) in shortcuts
-        and len(residual.users) == len(residual.args) == 1
-        and not residual.kwargs
-    )
