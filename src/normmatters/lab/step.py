@@ -69,7 +69,6 @@ class Stepper:
         self.scaler, self.clip_norm = scaler, clip_norm
         self.device = next(model.parameters()).device
         self.sums = torch.zeros(3, dtype=torch.float64, device=self.device)
-        self._graphs = graphs
         self._steps = _Replays(graphs, "step", self._captured_step) if graphs is not None else None
         self._gradients: dict[Shapes, list[tuple[nn.Parameter, Tensor | None]]] = {}  # of graphs without an optimizer
         self._warm = 0
@@ -78,12 +77,12 @@ class Stepper:
         """Take step number ``step`` (from 0, over all epochs)."""
         gpu.pause()
         self.regime.before_step(step)
-        if self._graphs is None or self._steps is None:
+        if self._steps is None:
             self._forward_backward(batch)
             self._optimizer_step()
         elif self._steps.is_new(batch) or self._warm < WARM_UP:
             self._warm += 1
-            with self._graphs.warm_up():
+            with self._steps.graphs.warm_up():
                 self._forward_backward(batch)
                 self._optimizer_step()
         else:
@@ -91,8 +90,8 @@ class Stepper:
 
     def release(self) -> None:
         """No step comes after this."""
-        if self._graphs is not None:
-            self._graphs.release()
+        if self._steps is not None:
+            self._steps.graphs.release()
 
     def _forward_backward(self, batch: Any) -> None:
         self.regime.optimizer.zero_grad(set_to_none=True)
@@ -143,7 +142,7 @@ class Evaluation:
     def __init__(
         self, model: nn.Module, objective: Objective, arithmetic: Arithmetic, graphs: CudaGraphs | None
     ) -> None:
-        self.model, self.objective, self.arithmetic, self._graphs = model, objective, arithmetic, graphs
+        self.model, self.objective, self.arithmetic = model, objective, arithmetic
         self.sums = torch.zeros(3, dtype=torch.float64, device=next(model.parameters()).device)
         self._replays = _Replays(graphs, "evaluation", self._measure) if graphs is not None else None
 
@@ -153,10 +152,10 @@ class Evaluation:
         self.sums.zero_()
         for batch in batches:
             gpu.pause()
-            if self._graphs is None or self._replays is None:
+            if self._replays is None:
                 self._measure(batch)
             elif self._replays.is_new(batch):
-                with self._graphs.warm_up():
+                with self._replays.graphs.warm_up():
                     self._measure(batch)
             else:
                 self._replays(batch)
@@ -171,7 +170,7 @@ class _Replays:
     """``work`` on a batch, from a graph for each shape of batches with fixed places for the batch's tensors."""
 
     def __init__(self, graphs: CudaGraphs, name: str, work: Callable[[Any], None]) -> None:
-        self._graphs, self._name, self._work = graphs, name, work
+        self.graphs, self._name, self._work = graphs, name, work
         self._seen: set[Shapes] = set()
         self._inputs: dict[Shapes, Any] = {}
 
@@ -188,13 +187,13 @@ class _Replays:
         key, fresh = (self._name, shapes), shapes not in self._inputs
         if fresh:
             inputs = pytree.tree_map_only(Tensor, lambda t: t.clone(memory_format=torch.preserve_format), batch)
-            self._graphs.record(key, lambda: self._work(inputs))
+            self.graphs.record(key, lambda: self._work(inputs))
             self._inputs[shapes] = inputs
         else:
             for place, value in zip(self._inputs[shapes], batch):
                 if isinstance(place, Tensor):
                     place.copy_(value, non_blocking=True)
-        self._graphs.replay(key)
+        self.graphs.replay(key)
         return fresh
 
 
