@@ -11,7 +11,7 @@ import torch
 from normmatters.functional import hand_derived, lp_batch_norm
 from normmatters.functional.checks import check_memory
 
-X = torch.randn(4, 3, 2)
+X = torch.randn(4, 3, 2, generator=torch.Generator().manual_seed(0))
 CASES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"input": torch.randn(4)}, ValueError, r"got shape \(4,\)"),
     ({"input": torch.randn(4, 5, 2)}, ValueError, r"running_mean must have shape \(5,\)"),

@@ -18,6 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 from torch.utils._pytree import tree_map_only
 
+import tolerances
+
 pytest.importorskip("triton")
 
 from batch_norm_cases import DEVICE, EPS, KINDS
@@ -29,7 +31,7 @@ from normmatters.kernels.triton import batch_norm_statistics as kernels
 from normmatters.kernels.triton import layout
 from normmatters.nn import L1BatchNorm1d, L1LayerNorm, L1RMSNorm
 
-X = torch.randn(6, 3, 4, device=DEVICE)
+X = torch.randn(6, 3, 4, generator=torch.Generator().manual_seed(0)).to(DEVICE)  # a module is read before any seed
 
 # Which backend, and why ----------------------------------------------------------------------------------------------
 
@@ -249,8 +251,11 @@ def test_a_dtensor_takes_the_equation(one_process, p, k):
         y = dispatch.batch_norm(x, None, None, None, None, True, 0.1, EPS, p=p, k=k, act="relu")
         (gradient,) = torch.autograd.grad(y.square().sum(), x)
         outputs.append([y, gradient])
+    n = X.numel() // X.shape[1]
     for plain, distributed in zip(*outputs, strict=True):
-        torch.testing.assert_close(distributed.full_tensor(), plain, rtol=0, atol=1e-5)
+        # relative, too: what the scale sends back falls on few elements, of L∞ on one
+        rtol, atol = tolerances.statistic(torch.float32, n), tolerances.gradient(torch.float32, n)
+        torch.testing.assert_close(distributed.full_tensor(), plain, rtol=rtol, atol=atol)
 
 
 def test_a_fake_tensor_needs_no_mode_around_it():
