@@ -75,8 +75,8 @@ def _methods(block: nn.Module, name: str, *, private: bool = False) -> dict[str,
                 codes += here
                 if not any(name in code.co_names for code in here):  # nor another one's of this name: `super().forward`
                     break
-        mentioned = {other for code in codes for other in code.co_names if other.startswith("_") or not private}
-        names += mentioned - found.keys() - {*names}
+        others = {other for code in codes for other in code.co_names if other.startswith("_") or not private}
+        names += others - found.keys() - {*names}
     return {name: codes for name, codes in found.items() if codes}
 
 

@@ -19,7 +19,7 @@ from normmatters.lab import config as _config
 from normmatters.lab.claims import CLAIMS, Claim
 from normmatters.lab.experiments import PRESETS, load_cell
 from normmatters.lab.report import Report, collect, draw
-from normmatters.lab.report.collect import PUBLISHED, Result, Run, describe, read_published
+from normmatters.lab.report.collect import PUBLISHED, Result, Run, describe, published_file, read_published
 from normmatters.lab.report.html import experiments_of
 from normmatters.lab.report.markdown import row
 from normmatters.lab.runlog import write_atomic
@@ -49,13 +49,13 @@ def publish(runs: Iterable[str | Path], out: str | Path) -> list[Path]:
         if presets and out.name in PRESETS and out.name not in presets:
             preset = " or ".join(presets)
             raise ValueError(f"{run.path} is of the preset {preset}, not {out.name}: publish it with --preset {preset}")
-    files = {run.path: out / run.cell_id / f"seed{run.seed}{PUBLISHED}" for run in chosen}
+    files = {run.path: published_file(out, run.cell_id, run.seed) for run in chosen}
     kept = {
-        folder: [(file, _run_config(read_published(file))) for file in sorted(folder.glob(f"*{PUBLISHED}"))]
+        folder: [(file, read_published(file).settings) for file in sorted(folder.glob(f"*{PUBLISHED}"))]
         for folder in {file.parent for file in files.values()}
     }
     for run in chosen:
-        own = _run_config(run)
+        own = run.settings
         for file, settings in kept[files[run.path].parent]:
             if differs := _config.differences(replace(settings, seed=own.seed), own):
                 told = f"{file} holds a run of other settings than {run.path} ({', '.join(differs)})"
@@ -72,16 +72,12 @@ def _presets_of(run: Run) -> list[str]:
     folder = "".join(run.path.resolve().parts[:-3][-1:])
     if folder in PRESETS:
         return [folder]
-    own = _run_config(run)
+    own = run.settings
     try:
         cell = load_cell(run.cell_id)
     except ValueError:  # of the user's own
         return []
     return [preset for preset in PRESETS if not _config.differences(cell.config(preset, run.seed), own)]
-
-
-def _run_config(run: Run) -> _config.RunConfig:
-    return _config.from_dict(run.config, str(run.path))
 
 
 def _lines(run: Run) -> str:

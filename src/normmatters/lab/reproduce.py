@@ -21,7 +21,7 @@ from normmatters.lab import config as _config
 from normmatters.lab.config import TEXT, RunConfig
 from normmatters.lab.experiments import check_data, check_preset, load_cell, load_cells
 from normmatters.lab.memory import check_memory
-from normmatters.lab.report.collect import PUBLISHED, read_published
+from normmatters.lab.report.collect import published_file, read_published
 from normmatters.lab.runlog import RunFolder, has_results
 from normmatters.lab.worker import Worker, Workers
 
@@ -132,12 +132,10 @@ def plan(
 def _skip_published(jobs: list[Job], results: Path) -> None:
     waiting = [job for job in jobs if job.state == "waiting"]
     for job in waiting:
-        config = job.config
-        file = results / config.experiment / config.cell / f"seed{config.seed}{PUBLISHED}"
+        file = published_file(results, f"{job.config.experiment}/{job.config.cell}", job.seed)
         if not file.exists():
             continue
-        found = read_published(file)
-        if differs := _config.differences(_config.from_dict(found.config, str(file)), config):
+        if differs := _config.differences(read_published(file).settings, job.config):
             raise ValueError(f"{file}: a published run of other settings ({', '.join(differs)}); leave it out")
         job.published = file
     needed = {job.needs for job in waiting if job.published is None}

@@ -85,6 +85,10 @@ class Run:
         return int(self.config["seed"])
 
     @property
+    def settings(self) -> _config.RunConfig:
+        return _config.from_dict(self.config, str(self.path))
+
+    @property
     def finished(self) -> bool:
         return self.summary is not None
 
@@ -262,6 +266,11 @@ def collect(paths: Iterable[str | Path]) -> Collection:
 
 PUBLISHED = ".run.jsonl"
 """How the name of a published run ends: its config, environment, epochs, and summary or error, a line each."""
+
+
+def published_file(results: Path, id: str, seed: int) -> Path:
+    """Where ``publish`` keeps this run of a cell."""
+    return results / id / f"seed{seed}{PUBLISHED}"
 
 
 def read_published(path: Path) -> Run:
