@@ -73,7 +73,7 @@ class Translation:
         # DDP averages the processes' gradients, so each takes its sum over the whole batch's tokens, times their number
         loss = total * self.shard.world / (count if batch.tokens is None else batch.tokens)
         with torch.no_grad():
-            right = ((logits.argmax(1) == target) & real).sum()
+            right = ((log_p.argmax(1) == target) & real).sum()
             sums = torch.stack([nll.double(), right.double(), count.double()])
         return loss, sums
 

@@ -33,7 +33,8 @@ class Dropout(nn.Module):
             return x
         if self.generator is None:
             return F.dropout(x, self.p)
-        keep = torch.empty_like(x).bernoulli_(1 - self.p, generator=self.generator)
+        # On a CPU, bernoulli_ takes three times as long, a fifth of a Transformer's step.
+        keep = torch.empty_like(x, dtype=torch.float32).uniform_(generator=self.generator) < 1 - self.p
         return x * keep * (1 / (1 - self.p))  # the factor last: half precision would round it
 
     def extra_repr(self) -> str:
