@@ -41,6 +41,8 @@ CASES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"p": 3.0, "constant": "paper"}, ValueError, "exact"),
     ({"act": "gelu"}, ValueError, "act must be None or 'relu', got 'gelu'"),
     ({"eps": -1e-5}, ValueError, "eps must not be negative"),
+    ({"eps": math.nan}, ValueError, "eps must not be .* NaN, got nan"),
+    ({"eps": math.inf}, ValueError, "eps must not be .* infinite .*, got inf"),
 ]
 
 

@@ -53,6 +53,12 @@ def test_a_plan_has_each_run_once_and_references_first(tmp_path: Path) -> None:
     assert [job.id for job in cells] == ["table1/resnet56_bn", "fig1/wd_on", "fig1/corrected", "fig1/wd_off"]
 
 
+def test_one_seed_by_name_is_not_taken_for_several(tmp_path: Path) -> None:
+    assert {job.seed for job in plan(["fig1"], "quick", tmp_path, overrides=["seed=5"])} == {5}
+    with pytest.raises(ValueError, match="seed=5 leaves one run of each cell, not 3"):
+        plan(["fig1"], "quick", tmp_path, seeds=3, overrides=["seed=5"])
+
+
 def test_a_folder_of_other_settings_is_left_alone_if_it_has_results(tmp_path: Path) -> None:
     def planned(*sets: str) -> Job:
         return plan(["fig4"], "quick", tmp_path, overrides=sets)[0]

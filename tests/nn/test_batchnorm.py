@@ -285,6 +285,7 @@ def test_more_extremes_than_values() -> None:
         (lambda: ours.L1BatchNorm2d(3, act="gelu"), ValueError),
         (lambda: ours.L1BatchNorm2d(3, memory="small"), ValueError),
         (lambda: ours.L1BatchNorm2d(3, eps=-1.0), ValueError),
+        (lambda: ours.L1BatchNorm2d(3, eps=math.nan), ValueError),
         (lambda: ours.LpBatchNorm2d(3, p=None), TypeError),
         (lambda: ours.MeanOnlyBatchNorm2d(3, 1e-5), TypeError),  # it has no eps, and this is no momentum
     ],

@@ -86,6 +86,8 @@ def test_repr_shows_what_is_not_the_default() -> None:
         (lambda: LpLayerNorm(5, k=2), ValueError),
         (lambda: L1LayerNorm(5, constant="gaussian"), ValueError),
         (lambda: L1RMSNorm(5, constant=None), TypeError),
+        (lambda: L1LayerNorm(5, eps=-1e-5), ValueError),
+        (lambda: L1RMSNorm(5, eps=math.nan), ValueError),
         (lambda: L1LayerNorm(5)(torch.randn(2, 4)), ValueError),
         (lambda: L1RMSNorm(5)(torch.ones(2, 5, dtype=torch.long)), TypeError),
     ],

@@ -25,6 +25,12 @@ def check_memory(memory: str) -> None:
         raise ValueError(f"memory must be 'exact' or 'lean', got {memory!r}")
 
 
+def check_eps(eps: float) -> None:
+    """Raise unless ``eps`` is a number that can be added to a squared scale: NaN, too, would make every output NaN."""
+    if not 0 <= eps < math.inf:
+        raise ValueError(f"eps must not be negative, infinite or NaN, got {eps}")
+
+
 def check_batch_norm(
     input: Tensor,
     running_mean: Tensor | None,
@@ -47,8 +53,7 @@ def check_batch_norm(
     _check_floating("input", input)
     if input.dim() < 2:
         raise ValueError(f"input must have a batch and a channel dimension, (N, C, ...), got shape {_shape(input)}")
-    if eps < 0:
-        raise ValueError(f"eps must not be negative, got {eps}")
+    check_eps(eps)
     channels, device = input.shape[1], input.device
     for name, parameter in zip(_PARAMETERS, (running_mean, running_var, weight, bias)):
         if parameter is None:
@@ -105,8 +110,7 @@ def check_layer_norm(
     shape = tuple(normalized_shape)
     if not shape or input.dim() < len(shape) or tuple(input.shape[-len(shape) :]) != shape:
         raise ValueError(f"input must end in normalized_shape {shape}, which must not be empty, got {_shape(input)}")
-    if eps < 0:
-        raise ValueError(f"eps must not be negative, got {eps}")
+    check_eps(eps)
     for name, parameter in {"weight": weight, "bias": bias}.items():
         if parameter is None:
             continue

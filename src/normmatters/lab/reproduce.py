@@ -104,6 +104,8 @@ def plan(
         if id in asking:
             raise ValueError(f"optim.reference: {id} would wait for itself ({' -> '.join((*asking, id))})")
         config = load_cell(id).config(preset, seed, overrides)
+        if config.seed != seed and seeds > 1:
+            raise ValueError(f"seed={config.seed} leaves one run of each cell, not {seeds}: give it with --seeds 1")
         if data is not None and (data in TEXT) == (config.data.name in TEXT):
             config = _config.apply_overrides(config, [f"data.name={data}", "data.dir=null"])
         needs = None

@@ -12,7 +12,7 @@ from torch.nn import init
 from torch.nn.modules.batchnorm import _NormBase  # not BatchNorm2d: torch's SyncBatchNorm would turn us into plain L2
 from torch.utils._python_dispatch import _disable_current_modes
 
-from normmatters.functional.checks import check_act, check_memory
+from normmatters.functional.checks import check_act, check_eps, check_memory
 from normmatters.functional.statistic import scale_constant
 from normmatters.kernels import dispatch
 from normmatters.nn.leaf import module_call
@@ -57,8 +57,7 @@ class _LpBatchNorm(_NormBase):
         scale_constant(p, k or 2, k, constant)  # refuses a p, a k, or a constant that this p does not have
         check_act(act)
         check_memory(memory)
-        if eps < 0:
-            raise ValueError(f"eps must not be negative, got {eps}")
+        check_eps(eps)
         if p == "mean":  # no scale: so that evaluation is still exactly a batch norm, whose running_var stays 1
             eps = 0.0
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)

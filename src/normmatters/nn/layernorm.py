@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
+from normmatters.functional.checks import check_eps
 from normmatters.functional.statistic import check_constant, scale_constant, statistic_kind
 from normmatters.kernels import dispatch
 from normmatters.nn.leaf import module_call
@@ -55,6 +56,7 @@ class LpLayerNorm(nn.LayerNorm):
         if statistic_kind(p, k) == "mean":
             raise ValueError("layer norm needs a scale: p must not be 'mean'")
         scale_constant(p, k or 2, k, constant)  # refuses a constant that this p does not have
+        check_eps(eps)
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)  # type: ignore[arg-type]
         self.p = p
         self.k = k
@@ -134,6 +136,8 @@ class L1RMSNorm(nn.RMSNorm):
         constant: str | float = "exact",
     ) -> None:
         check_constant(constant)
+        if eps is not None:
+            check_eps(eps)
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)  # type: ignore[arg-type]
         self.constant = constant
 
