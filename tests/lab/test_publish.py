@@ -92,7 +92,8 @@ def test_pages_are_redrawn_from_the_files_alone(tmp_path: Path) -> None:
         write_run(tmp_path / "runs", "fig1/wd_on", seed=seed, final=0.905 + 0.001 * seed, preset="cifar")
     for seed in range(2):
         write_run(tmp_path / "runs", "fig1/wd_off", seed=seed, final=0.893 + 0.001 * seed, preset="cifar")
-    write_run(tmp_path / "others", "supp1/resnet56_with_c", preset="short")
+    for cell in ("supp1/resnet56_with_c", "fig1/corrected"):
+        write_run(tmp_path / "others", cell, preset="short")
     results, readme = tmp_path / "results", tmp_path / "README.md"
     publish([tmp_path / "runs"], results / "cifar")
     publish([tmp_path / "others"], results / "short")
@@ -111,6 +112,9 @@ def test_pages_are_redrawn_from_the_files_alone(tmp_path: Path) -> None:
     assert ") | 3 and 2 | `cifar` |" in claims
     assert "2 to 3 seeds each" in reports[1].html.read_text()
     assert "no finished run" not in claims
+    assert claims.count("Weight decay improves") == 1
+    assert "| – | Norm schedule ends where weight decay does (E1) | not run: `fig1/norm_schedule` | | |" in claims
+    assert "| – | Step-size correction ends where weight decay does (E1) | not run at one preset | | |" in claims
     assert "![fig1-0](results/cifar/report/figures/fig1-0.svg)" in claims
     assert (results / "cifar" / "report" / "figures" / "fig1-0.svg").is_file()
     verdicts = {v.claim.text: v.verdict for v in judge_all(collect([results / "cifar"]))}

@@ -157,8 +157,8 @@ CLAIMS: tuple[Claim, ...] = (
         "fig3/l2_fp32",
         5.0,
     ),
-    Claim("E4", "Bounded weight norm beats weight norm", "better", "fig4/bwn", "fig4/wn"),
-    Claim("E4", "Bounded weight norm comes near batch norm", "equal", "fig4/bwn", "fig4/bn", 2.0),
+    Claim("E4", "ResNet-50: bounded beats free weight norm", "better", "fig4/bwn", "fig4/wn"),
+    Claim("E4", "ResNet-50: bounded weight norm near batch norm", "equal", "fig4/bwn", "fig4/bn", 2.0),
     Claim("E4", "ResNet-18: bounded beats free weight norm (ours)", "better", "fig4/resnet18_bwn", "fig4/resnet18_wn"),
     Claim(
         "E4",
@@ -178,8 +178,8 @@ CLAIMS: tuple[Claim, ...] = (
         target=20.0,
     ),
     Claim("E5", "With C the end is better", "better", "supp1/resnet56_with_c", "supp1/resnet56_without_c"),
-    Claim("E5", "C × 1 beats C × ¼", "better", "supp1/resnet18_c_1", "supp1/resnet18_c_quarter"),
-    Claim("E5", "C × 1 beats C × 4", "better", "supp1/resnet18_c_1", "supp1/resnet18_c_4"),
+    Claim("E5", "ResNet-18: C × 1 beats C × ¼", "better", "supp1/resnet18_c_1", "supp1/resnet18_c_quarter"),
+    Claim("E5", "ResNet-18: C × 1 beats C × 4", "better", "supp1/resnet18_c_1", "supp1/resnet18_c_4"),
     Claim("E6", "LSTM: bounded weight norm near layer norm", "equal", "supp2/bwn", "supp2/ln", 0.8, "bleu"),
     Claim("E6", "LSTM: bounded weight norm beats no norm", "better", "supp2/bwn", "supp2/none", metric="bleu"),
     Claim(

@@ -21,6 +21,7 @@ from normmatters.lab.experiments import PRESETS, load_cell
 from normmatters.lab.report import Report, collect, draw
 from normmatters.lab.report.collect import PUBLISHED, Result, Run, describe, published_file, read_published
 from normmatters.lab.report.html import experiments_of
+from normmatters.lab.report.judge import MARKS
 from normmatters.lab.report.markdown import row
 from normmatters.lab.runlog import write_atomic
 from normmatters.lab.schema import suggest
@@ -176,7 +177,10 @@ def _cell(title: str, result: Result) -> str:
 
 
 def _claims(words: str, reports: Sequence[tuple[str, Report]], page: Path) -> str:
-    """What the runs say about the claims of the named checks, with its marks, for a page in the folder ``page``."""
+    """What the runs say about the claims of the named checks, with its marks, for a page in the folder ``page``.
+
+    Those that no runs are about come last: a reader must see what was not tried, too.
+    """
     lines, pictures = [], []
     overview, seen = "figures" in words.split(), set[Claim]()
     for preset, report in reversed(reports):  # the longest runs first
@@ -184,7 +188,7 @@ def _claims(words: str, reports: Sequence[tuple[str, Report]], page: Path) -> st
         told = [v for v in told if not v.measured.startswith("no finished run")]
         if overview:
             told = [v for v in told if v.claim not in seen]
-            seen |= {v.claim for v in told}
+        seen |= {v.claim for v in told}
         for v in told:
             seeds = dict.fromkeys(len(report.collection.results[cell].done) for cell in (v.claim.a, v.claim.b))
             how_many = " and ".join(map(str, seeds))  # of the one and of the other, where they differ
@@ -192,9 +196,16 @@ def _claims(words: str, reports: Sequence[tuple[str, Report]], page: Path) -> st
             lines.append(f"| {v.mark} | {claim} | {v.measured} | {how_many} | `{preset}` |")
         for name in dict.fromkeys(v.claim.experiment for v in told):
             pictures += [f for f in report.figures if f.name == f"{name}-0.svg"]
+    run = {id for _, report in reports for id, result in report.collection.results.items() if result.done}
+    for claim in CLAIMS:
+        if claim.check not in words.split() or claim in seen:
+            continue
+        missing = ", ".join(f"`{id}`" for id in sorted(claim.cells - run))
+        why = f"not run: {missing}" if missing else "not run at one preset"
+        lines.append(f"| {MARKS['open']} | {claim.text} ({claim.check}) | {why} | | |")
     table = (
         ["| | Claim | Measured | Seeds | Preset |", "|---|---|---|---:|---|", *lines]
-        if lines
+        if seen
         else ["No runs of it are published."]
     )
     if overview and pictures:
