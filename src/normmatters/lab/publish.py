@@ -192,8 +192,7 @@ def _claims(words: str, reports: Sequence[tuple[str, Report]], page: Path) -> st
         for v in told:
             seeds = dict.fromkeys(len(report.collection.results[cell].done) for cell in (v.claim.a, v.claim.b))
             how_many = " and ".join(map(str, seeds))  # of the one and of the other, where they differ
-            claim = f"{v.claim.text} ({v.claim.check})"
-            lines.append(f"| {v.mark} | {claim} | {v.measured} | {how_many} | `{preset}` |")
+            lines.append(f"| {v.mark} | {v.claim.text} ({v.claim.check}) | {v.measured} | {how_many} | `{preset}` |")
         for name in dict.fromkeys(v.claim.experiment for v in told):
             pictures += [f for f in report.figures if f.name == f"{name}-0.svg"]
     run = {id for _, report in reports for id, result in report.collection.results.items() if result.done}
