@@ -305,6 +305,27 @@ def test_beginning_afresh_throws_away_runs_only(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoints" / "mine.pt").read_text() == "mine"
 
 
+def test_a_fresh_run_that_cannot_be_set_up_leaves_the_old_one_as_it_was(tmp_path: Path) -> None:
+    def text(vocab_size: int, **model: Any) -> RunConfig:
+        data = {"name": "numbers", "train_size": 100, "val_size": 5, "vocab_size": vocab_size}
+        return small_run(
+            data=data, model={"name": "transformer", "layers": 1, "d_model": 8, **model}, optim={"epochs": 1}
+        )
+
+    train(text(300, heads=2), tmp_path)
+    before = {path: path.read_bytes() for path in sorted(tmp_path.rglob("*")) if path.is_file()}
+    for failing in (
+        small_run(data={"name": "tiny_imagenet", "dir": "absent"}),
+        text(320, heads=3),  # which is found out after the data
+    ):
+        with pytest.raises(ValueError):
+            train(failing, tmp_path, data_dir=tmp_path, resume=False)
+        assert {path: path.read_bytes() for path in sorted(tmp_path.rglob("*")) if path.is_file()} == before
+    train(text(320, heads=2), tmp_path, resume=False)
+    assert json.loads((tmp_path / "config.json").read_text())["data"]["vocab_size"] == 320
+    assert len(json.loads((tmp_path / "tokenizer.json").read_text())["model"]["vocab"]) == 320
+
+
 def test_a_run_that_never_trained_leaves_its_folder_to_another(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"batch_size is 5000"):
         train(small_run(data={"batch_size": 5000}), tmp_path / "run")
