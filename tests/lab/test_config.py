@@ -138,6 +138,8 @@ def test_overrides() -> None:
     assert (config.optim.lr, config.model.norm, config.seed) == (0.05, "l1", 3)
     assert config.optim.milestones == (1.0, 2.5)
     assert config.optim.last_layer_weight_decay is None
+    table = apply_overrides(config, ["optim={lr = 0.2, gamma = 0.5}"])  # as `extends` and presets take one
+    assert table == apply_overrides(config, ["optim.lr=0.2", "optim.gamma=0.5"]) != config
     for bad, message in [
         ("optim.lr", "expected key=value"),
         ("optim.rl=1", "did you mean 'lr'"),

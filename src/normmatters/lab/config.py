@@ -234,7 +234,7 @@ def apply_overrides(config: RunConfig, overrides: Iterable[str]) -> RunConfig:
             target = target[section]
         if last not in target:
             raise ValueError(f"override {item!r}: unknown key {last!r}{suggest(last, target)}")
-        target[last] = _parse_value(text.strip())
+        target |= merge(target, {last: _parse_value(text.strip())})  # of a table, all that it does not name stays
         changed = True
     return from_dict(table, "override") if changed else config
 
