@@ -221,6 +221,28 @@ def test_an_epoch_whose_steps_all_overflow_is_an_epoch(
     assert len({r["norm"] for r in rows(tmp_path)}) == 1
 
 
+@pytest.mark.parametrize("correction", ["epoch", "step"])
+def test_a_reference_that_left_out_more_fp16_steps_lasts_to_the_end(
+    correction: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scaler = torch.amp.GradScaler
+    half, record = {"amp": "fp16"}, {"record": correction, "device": "cpu"}
+    monkeypatch.setattr(torch.amp, "GradScaler", lambda device: scaler(device, init_scale=2.0**23))
+    train(small_run(precision=half, runtime=record), tmp_path / "wd_on")
+    recording = Recording.load(tmp_path / "wd_on" / "norms.safetensors")
+    assert 12 < recording.steps[-1] < 17  # of 18
+    monkeypatch.setattr(torch.amp, "GradScaler", scaler)
+    for mode in ("corrected", "norm_schedule"):
+        optim = {"mode": mode, "reference": "wd_on", "correction": correction}
+        result = train(small_run(optim=optim, precision=half), tmp_path / mode)
+        assert (result.status, result.metrics["epoch"]) == ("finished", 3)
+    assert result.metrics["norm"] == pytest.approx(  # F4
+        math.sqrt(10) * torch.cat([norms[-1] for norms in recording.norms.values()]).mean().item(), rel=1e-2
+    )
+    with pytest.raises(ValueError, match=r"norms were recorded for 1[3-6] steps, this run takes 24"):
+        train(small_run(optim={**optim, "epochs": 4}, precision=half), tmp_path / "longer")
+
+
 def test_clipping_and_label_smoothing_act(tmp_path: Path) -> None:
     plain = train(small_run(optim={"epochs": 1}), tmp_path / "a").metrics["train_loss"]
     clipped = train(small_run(optim={"epochs": 1, "clip_norm": 0.01}), tmp_path / "b").metrics["train_loss"]
