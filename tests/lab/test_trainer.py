@@ -113,7 +113,7 @@ def test_modes_of_figure_1(tmp_path: Path) -> None:
         train(small_run(optim={"mode": "corrected", "reference": "absent"}), tmp_path / "x" / "seed0")
 
 
-def test_a_reference_that_ends_before_the_run_or_is_damaged_is_refused(tmp_path: Path) -> None:
+def test_a_reference_that_does_not_fit_the_run_or_is_damaged_is_refused(tmp_path: Path) -> None:
     """Before the first step: the captured steps of a GPU would go on with the last row, and say nothing."""
     train(small_run(optim={"epochs": 1}), tmp_path / "wd_on")
     for mode in ("corrected", "norm_schedule"):
@@ -121,6 +121,10 @@ def test_a_reference_that_ends_before_the_run_or_is_damaged_is_refused(tmp_path:
         with pytest.raises(ValueError, match=r"optim.reference='wd_on': its norms were .* (\d+) steps, this run takes"):
             train(config, tmp_path / mode)
         assert not has_results(tmp_path / mode)
+    for size in (25, 100):  # its step t would be another epoch's here
+        other = small_run(data={"batch_size": size}, optim={"epochs": 1, "mode": "corrected", "reference": "wd_on"})
+        with pytest.raises(ValueError, match=rf"'wd_on': its epochs have 6 steps, this run's {300 // size}"):
+            train(other, tmp_path / "batches")
     norms = tmp_path / "wd_on" / "norms.safetensors"
     norms.write_bytes(norms.read_bytes()[:100])
     with pytest.raises(ValueError, match=r"norms\.safetensors is no safetensors file, or not all of one"):

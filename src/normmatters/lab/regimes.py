@@ -179,12 +179,18 @@ def build_regime(
     """Optimizer, schedule and recorder for ``model`` (not wrapped by DDP or compile)."""
     optim = config.optim
     needed = optim.epochs * steps_per_epoch
-    if recording is not None and (missing := needed - int(recording.steps[-1])) > 0:
-        # fp16 leaves out steps that overflow; those of this run are others
-        if config.precision.amp != "fp16" or missing >= steps_per_epoch:
+    if recording is not None:
+        half = config.precision.amp == "fp16"  # it leaves out steps that overflow; those of this run are others
+        missing = needed - int(recording.steps[-1])
+        longest = max((b - a for a, b in zip((0, *recording.epoch_ends), recording.epoch_ends)), default=0)
+        told = ""
+        if longest > steps_per_epoch or (longest < steps_per_epoch and not half):
+            told = f"its epochs have {longest} steps, this run's {steps_per_epoch}"
+        elif missing > 0 and (missing >= steps_per_epoch or not half):
             told = f"its norms were recorded for {needed - missing} steps, this run takes {needed}"
+        if told:
             raise ValueError(f"optim.reference={optim.reference!r}: {told}")
-        recording = _lengthened(recording, missing)
+        recording = _lengthened(recording, missing) if missing > 0 else recording
     device = next(model.parameters()).device
     capture = device.type == "cuda" and config.runtime.compile == "cudagraph"
     # Only torch's fused SGD and Adam look at fp16's overflow themselves; for the others the scaler asks on the host.
