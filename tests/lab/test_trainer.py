@@ -113,6 +113,17 @@ def test_modes_of_figure_1(tmp_path: Path) -> None:
         train(small_run(optim={"mode": "corrected", "reference": "absent"}), tmp_path / "x" / "seed0")
 
 
+@pytest.mark.parametrize(("place", "run_dir"), [("corr", "seed0"), ("corr/seed0", "."), ("corr/x", "../seed0")])
+def test_a_reference_is_found_from_anywhere(
+    place: str, run_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(small_run(optim={"epochs": 1}), tmp_path / "wd_on" / "seed0")
+    (tmp_path / place).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / place)
+    train(small_run(optim={"epochs": 1, "mode": "corrected", "reference": "wd_on"}), run_dir)
+    assert (tmp_path / "corr" / "seed0" / "summary.json").is_file()
+
+
 def test_a_reference_that_does_not_fit_the_run_or_is_damaged_is_refused(tmp_path: Path) -> None:
     """Before the first step: the captured steps of a GPU would go on with the last row, and say nothing."""
     train(small_run(optim={"epochs": 1}), tmp_path / "wd_on")

@@ -8,6 +8,7 @@ plain. All that the modes change is how decay acts on the scale-invariant weight
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,7 @@ def _power(gamma: float, count: int) -> float:
 def find_recording(run_dir: Path, config: RunConfig, reference_dir: str | Path | None = None) -> Recording:
     """The norms of the run that ``optim.reference`` names: a folder beside this run, the cell's same seed, a path."""
     name = config.optim.reference or ""
+    run_dir = Path(os.path.abspath(run_dir))  # of "seed0" or "." nothing is above; a link stays where it is
     places = [Path(reference_dir)] if reference_dir else []
     places += [run_dir.parent / name, run_dir.parent.parent / name / run_dir.name, Path(name)]
     for place in places:
