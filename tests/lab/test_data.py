@@ -354,6 +354,9 @@ def test_hidden_files_are_no_images_and_a_broken_one_is_named(tmp_path: Path) ->
     (folder / "1.png").write_bytes(damaged)  # of which PIL says SyntaxError
     with pytest.raises(ValueError, match=r"cannot read the image .*1\.png"):
         list(data.val)
+    pil.new("I;16", (20, 20), 1000).save(folder / "1.png")  # of which PIL would make a white one
+    with pytest.raises(ValueError, match=r"cannot read the image .*1\.png: expected 8 bits a channel, got .* mode I"):
+        list(data.val)
 
 
 @pytest.mark.parametrize("name", ["tiny_imagenet", "imagefolder"])

@@ -66,6 +66,8 @@ class FolderSource:
 
         try:
             with Image.open(path) as file:
+                if file.mode[0] in "IF":  # PIL would make white of all that is above 255
+                    raise ValueError(f"expected 8 bits a channel, got PIL's mode {file.mode}")
                 image: Any = file.convert("RGB")
         except Exception as error:  # PIL raises SyntaxError, too, or an error of its own for one that is too large
             raise ValueError(f"cannot read the image {path}: {error}") from None
