@@ -291,6 +291,10 @@ class _Run:
             return 0
         if not isinstance(state, dict) or state.get("config") != config_hash(self.config):
             raise RunError("checkpoint", f"the checkpoint in {self.folder.checkpoints} is of another config")
+        epoch, self.rows = int(state["epoch"]), json.loads(state["rows"])
+        if (before := self.rows[-1]["step"] // epoch) != self.steps:  # a learning rate, or a norm, of another step
+            told = f"an epoch had {before} steps and has {self.steps} now: the data are not those that it began with"
+            raise RunError("checkpoint", f"{self.folder.path}: {told}; give it those, or begin again (--fresh)")
         self.model.load_state_dict(state["model"])
         self.regime.load_state_dict(state["regime"])
         if self.scaler is not None:
@@ -298,11 +302,10 @@ class _Run:
         checkpoint.set_random_state(state["random"])
         if self.generator is not None:
             self.generator.set_state(state["dropout"].cpu())
-        self._reseed(int(state["epoch"]))
-        self.rows = json.loads(state["rows"])
+        self._reseed(epoch)
         if self.shard.rank == 0:
             self.folder.rewrite(self.rows)
-        return int(state["epoch"])
+        return epoch
 
     def _reseed(self, epoch: int) -> None:
         """The models start equal in all processes, but their dropout must differ."""
