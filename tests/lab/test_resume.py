@@ -229,6 +229,19 @@ def test_a_damaged_checkpoint_takes_no_good_ones_place(tmp_path: Path, keep: int
     assert [e for e, _ in checkpoint.epochs(tmp_path)] == [10, 15][-keep:]
 
 
+def test_the_last_checkpoint_is_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that was killed just before it ended has no other one to fall back on."""
+    done = train(small_run(), tmp_path).metrics
+    (tmp_path / "summary.json").unlink()
+
+    def killed(path: Path, data: bytes) -> None:
+        raise Stop
+
+    monkeypatch.setattr(checkpoint, "write_atomic", killed)
+    assert train(small_run(), tmp_path).metrics == done
+    assert checkpoint.load(tmp_path / "checkpoints")[1] == []
+
+
 def test_a_checkpoint_of_something_else_is_told(tmp_path: Path) -> None:
     for number, foreign in enumerate(({"weights": 1}, {"config": "another"}, [1])):
         (tmp_path / str(number) / "checkpoints").mkdir(parents=True)

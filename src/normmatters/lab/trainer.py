@@ -209,7 +209,7 @@ class _Run:
                 if due and old and not last:
                     self._save(epoch + 1)
                     saved_at = time.monotonic()
-        return self._finish()
+        return self._finish(saved=start == total)
 
     def _epoch(self, epoch: int, heartbeat: Callable[[int], None]) -> dict[str, Any]:
         started = told = time.monotonic()
@@ -315,11 +315,12 @@ class _Run:
             if self.generator is not None:
                 self.generator.manual_seed(seed % (1 << 63))
 
-    def _finish(self) -> RunResult:
+    def _finish(self, saved: bool) -> RunResult:
         summary = self._summary("finished")
         if self.shard.rank == 0:
             self._save_norms()
-            self._save(len(self.rows), keep=1)
+            if not saved:  # or there would be a moment without it, when it is the only one
+                self._save(len(self.rows), keep=1)
             self.folder.finish(summary)
         return RunResult("finished", self.folder.path, summary)
 
