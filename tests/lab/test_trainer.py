@@ -346,7 +346,9 @@ def test_a_fresh_run_that_cannot_be_set_up_leaves_the_old_one_as_it_was(tmp_path
     def text(vocab_size: int, **model: Any) -> RunConfig:
         data = {"name": "numbers", "train_size": 100, "val_size": 5, "vocab_size": vocab_size}
         return small_run(
-            data=data, model={"name": "transformer", "layers": 1, "d_model": 8, **model}, optim={"epochs": 1}
+            data=data,
+            model={"name": "transformer", "norm": "l2", "layers": 1, "d_model": 8, **model},
+            optim={"epochs": 1},
         )
 
     train(text(300, heads=2), tmp_path)

@@ -351,6 +351,9 @@ def _check_values(config: RunConfig, origin: str) -> None:
     text = data.name in TEXT
     translator = model.name in get_args(TextModel)
     need(text == translator, "model.name", f"a model for {'text' if text else 'images'} ({data.name})", model.name)
+    mine, other = ("layer_norm", "norm") if text else ("norm", "layer_norm")  # to change the other would change nothing
+    usual, value = getattr(ModelConfig, other), getattr(model, other)
+    need(value == usual, f"model.{other}", f"{usual} with {model.name}, whose norms model.{mine} says", value)
 
 
 def to_dict(config: RunConfig) -> dict[str, Any]:
