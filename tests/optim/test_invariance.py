@@ -149,6 +149,19 @@ def test_leaves_model_and_random_state_untouched(images: Tensor, monkeypatch: py
     assert model.bn.eps == 1e-5
 
 
+def test_sparse_gradients_are_gradients() -> None:
+    def net(sparse: bool) -> nn.Module:
+        return nn.Sequential(nn.Embedding(10, 4, sparse=sparse), nn.LayerNorm(4), nn.Linear(4, 2))
+
+    state, tokens = net(False).state_dict(), torch.arange(10).view(2, 5)
+    nets = [net(False), net(True)]
+    for one in nets:
+        one.load_state_dict(state)
+    dense, sparse = (scale_invariant_parameters(one, tokens) for one in nets)
+    assert list(sparse) == ["0.weight"]
+    assert str(sparse) == str(dense)
+
+
 def test_a_model_may_change_its_input_and_the_users_own_stays() -> None:
     class InPlace(nn.Module):
         def __init__(self) -> None:

@@ -165,7 +165,9 @@ class Probe:
             scale = direction.norm() * output.detach().norm()
             loss = (output @ direction) / scale
             grads = torch.autograd.grad(loss, [self.parameters[n] for n in names], allow_unused=True)
-            found.append({n: torch.zeros_like(self.parameters[n]) if g is None else g for n, g in zip(names, grads)})
+            # Dense, for of sparse ones, such as embeddings may have, torch knows few operations.
+            pairs = zip(names, grads)
+            found.append({n: torch.zeros_like(self.parameters[n]) if g is None else g.to_dense() for n, g in pairs})
         return found
 
     @torch.no_grad()
