@@ -22,6 +22,9 @@ from torch import nn
 ready = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.ReLU(), nn.Linear(3, 2))
 number = 7
 
+def half():
+    return net().half()
+
 def net(width=3, kind="plain"):
     assert kind in ("plain", "wide")
     return nn.Sequential(nn.Linear(4, width, bias=False), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 2))
@@ -90,6 +93,14 @@ def test_json_is_the_diagnosis(doctor: Doctor, tmp_path: Path) -> None:
     expected = diagnose(model, torch.randn(8, 4), norm=1.5, dtype=torch.float16, invariance=False)
     assert json.loads(out) == expected.as_dict()
     assert expected.norms[0].becomes == "LpBatchNorm1d"
+
+
+def test_memory_of_a_model_in_half_precision_is_its_own(doctor: Doctor) -> None:
+    def kept(*words: str) -> dict[str, int]:
+        found: dict[str, int] = json.loads(doctor(*words, "--input", "16,4", "--json", "--quick")[1])["kept"]
+        return found
+
+    assert kept("patients:half") == kept("patients:net", "--dtype", "float16") != kept("patients:net")
 
 
 def test_json_loses_nothing_in_a_pipe_of_another_encoding(doctor: Doctor, tmp_path: Path) -> None:

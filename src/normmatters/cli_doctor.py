@@ -83,18 +83,21 @@ def doctor(
     size = None if shape is None or batch is not None else _shape(shape)
     if tokens is not None and size is None:
         raise ValueError("--tokens says what the input holds: give its shape too, with --input")
-    # Made before the model, which may take long: every import and option has been checked when it is built.
     import torch
 
     from normmatters.doctor import diagnose
 
-    example: Any = None
-    if batch is not None:
-        example = load_batch(batch)
-    elif size is not None:
-        example = torch.randn(size) if tokens is None else torch.randint(tokens, size)
+    # Before the model, which may take long: every import and option has been checked when it is built.
+    example: Any = None if batch is None else load_batch(batch)
+    network = _model(model, sets or (), weights)
+    if size is not None and tokens is not None:
+        example = torch.randint(tokens, size)
+    elif size is not None and isinstance(network, torch.nn.Module):
+        # In float32, activations of a half-precision model would be counted as twice as large. (fp8 is for storage.)
+        kinds = (p.dtype for p in network.parameters() if p.is_floating_point() and p.dtype.itemsize > 1)
+        example = torch.randn(size, dtype=next(kinds, None))
     found = diagnose(
-        _model(model, sets or (), weights),
+        network,
         example,
         lr=lr,
         weight_decay=wd,

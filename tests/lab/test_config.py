@@ -96,6 +96,11 @@ def test_extends_takes_what_is_not_said(tmp_path: Path) -> None:
             {"model": {"attention": "scaled"}},
             "model.attention must be dot in networks other than an LSTM, got 'scaled'",
         ),
+        ({"model": {"layer_norm": "l1"}}, "model.layer_norm must be l2 with small_cnn, whose norms model.norm says"),
+        (
+            {"model": {"name": "transformer", "norm": "l1"}, "data": {"name": "numbers"}},  # it would be L2
+            "model.norm must be l2 with transformer, whose norms model.layer_norm says, got 'l1'",
+        ),
         ({"model": {"activation": "trelu", "name": "resnet8"}}, "model.name must be small_cnn or vgg11"),
         ({"optim": {"milestones": [math.inf]}}, "optim.milestones must be epochs in rising order"),
         ({"optim": {"milestones": [-1]}}, "optim.milestones must be epochs in rising order"),
@@ -138,6 +143,8 @@ def test_overrides() -> None:
     assert (config.optim.lr, config.model.norm, config.seed) == (0.05, "l1", 3)
     assert config.optim.milestones == (1.0, 2.5)
     assert config.optim.last_layer_weight_decay is None
+    table = apply_overrides(config, ["optim={lr = 0.2, gamma = 0.5}"])  # as `extends` and presets take one
+    assert table == apply_overrides(config, ["optim.lr=0.2", "optim.gamma=0.5"]) != config
     for bad, message in [
         ("optim.lr", "expected key=value"),
         ("optim.rl=1", "did you mean 'lr'"),

@@ -217,6 +217,8 @@ def make_arrays(folder: Path) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("augment", ["none", "crop_flip", "resized_crop"])
 def test_streamed_and_resident_batches_are_equal(tmp_path: Path, augment: str) -> None:
     x, _ = make_arrays(tmp_path / "tiny-imagenet-200")
+    larger = np.random.default_rng(2).integers(0, 256, (10, 3, 24, 24), dtype=np.uint8)  # than those to train with
+    np.save(tmp_path / "tiny-imagenet-200" / "val_x.npy", larger)
     sizes = {"train_size": 40, "val_size": 6} if augment == "crop_flip" else {}
     base = DataConfig(name="tiny_imagenet", batch_size=16, augment=augment, **sizes)
     resident = images(DataConfig(**{**base.__dict__, "resident": True}), tmp_path)
@@ -351,6 +353,9 @@ def test_hidden_files_are_no_images_and_a_broken_one_is_named(tmp_path: Path) ->
     damaged[damaged.index(b"IDAT") : damaged.index(b"IDAT") + 4] = b"\x97Y\xf4\x03"
     (folder / "1.png").write_bytes(damaged)  # of which PIL says SyntaxError
     with pytest.raises(ValueError, match=r"cannot read the image .*1\.png"):
+        list(data.val)
+    pil.new("I;16", (20, 20), 1000).save(folder / "1.png")  # of which PIL would make a white one
+    with pytest.raises(ValueError, match=r"cannot read the image .*1\.png: expected 8 bits a channel, got .* mode I"):
         list(data.val)
 
 

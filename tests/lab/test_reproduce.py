@@ -85,6 +85,11 @@ def test_a_plan_that_cannot_be_is_refused(tmp_path: Path) -> None:
         plan(["fig1"], "quick", tmp_path, data="numbers")
     with pytest.raises(ValueError, match="'cifar10' is images, which no cell of supp2 is trained on"):
         plan(["supp2"], "quick", tmp_path, data="cifar10")
+    for setting, form, record in (("runtime.record=none", "epoch", "none"), ("optim.correction=step", "step", "epoch")):
+        needed = f"fig1/corrected needs the norms of every {form} of fig1/wd_on, whose runtime.record is '{record}'"
+        with pytest.raises(ValueError, match=needed):  # and not when wd_on has been trained
+            plan(["fig1"], "quick", tmp_path, overrides=[setting])
+    assert plan(["fig1"], "quick", tmp_path, overrides=["optim.correction=step", "runtime.record=step"])
 
 
 def test_a_damaged_summary_does_not_finish_a_run(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lab_runs import rows, small_run
@@ -228,6 +229,19 @@ def test_a_damaged_checkpoint_takes_no_good_ones_place(tmp_path: Path, keep: int
     assert [e for e, _ in checkpoint.epochs(tmp_path)] == [10, 15][-keep:]
 
 
+def test_the_last_checkpoint_is_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that was killed just before it ended has no other one to fall back on."""
+    done = train(small_run(), tmp_path).metrics
+    (tmp_path / "summary.json").unlink()
+
+    def killed(path: Path, data: bytes) -> None:
+        raise Stop
+
+    monkeypatch.setattr(checkpoint, "write_atomic", killed)
+    assert train(small_run(), tmp_path).metrics == done
+    assert checkpoint.load(tmp_path / "checkpoints")[1] == []
+
+
 def test_a_checkpoint_of_something_else_is_told(tmp_path: Path) -> None:
     for number, foreign in enumerate(({"weights": 1}, {"config": "another"}, [1])):
         (tmp_path / str(number) / "checkpoints").mkdir(parents=True)
@@ -236,9 +250,30 @@ def test_a_checkpoint_of_something_else_is_told(tmp_path: Path) -> None:
             train(small_run(), tmp_path / str(number))
 
 
-def test_random_state_round_trip() -> None:
-    import numpy as np
+def test_a_run_does_not_go_on_with_more_data_than_it_began_with(tmp_path: Path) -> None:
+    config = small_run(data={"name": "imagefolder", "dir": "mine", "batch_size": 10})
+    generator = np.random.default_rng(0)
 
+    def write(count: int) -> None:
+        (tmp_path / "mine").mkdir(exist_ok=True)
+        for split in ("train", "val"):
+            np.save(tmp_path / "mine" / f"{split}_x.npy", generator.integers(0, 256, (count, 8, 8, 3), dtype=np.uint8))
+            np.save(tmp_path / "mine" / f"{split}_y.npy", np.arange(count) % 3)
+
+    write(30)
+    with pytest.raises(Stop):
+        train(config, tmp_path / "run", data_dir=tmp_path, progress=interrupt_after(2))
+    write(50)
+    states = checkpoint.epochs(tmp_path / "run" / "checkpoints")
+    with pytest.raises(RunError, match=r"an epoch had 3 steps and has 5 now: the data are not those .*--fresh"):
+        train(config, tmp_path / "run", data_dir=tmp_path)
+    assert checkpoint.epochs(tmp_path / "run" / "checkpoints") == states
+    assert len(rows(tmp_path / "run")) == 2
+    write(30)
+    assert train(config, tmp_path / "run", data_dir=tmp_path).status == "finished"
+
+
+def test_random_state_round_trip() -> None:
     state = checkpoint.random_state()
     first = (random.random(), np.random.rand(), torch.rand(1).item())  # noqa: NPY002
     checkpoint.set_random_state(state)

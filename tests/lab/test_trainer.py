@@ -113,7 +113,18 @@ def test_modes_of_figure_1(tmp_path: Path) -> None:
         train(small_run(optim={"mode": "corrected", "reference": "absent"}), tmp_path / "x" / "seed0")
 
 
-def test_a_reference_that_ends_before_the_run_or_is_damaged_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("place", "run_dir"), [("corr", "seed0"), ("corr/seed0", "."), ("corr/x", "../seed0")])
+def test_a_reference_is_found_from_anywhere(
+    place: str, run_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(small_run(optim={"epochs": 1}), tmp_path / "wd_on" / "seed0")
+    (tmp_path / place).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / place)
+    train(small_run(optim={"epochs": 1, "mode": "corrected", "reference": "wd_on"}), run_dir)
+    assert (tmp_path / "corr" / "seed0" / "summary.json").is_file()
+
+
+def test_a_reference_that_does_not_fit_the_run_or_is_damaged_is_refused(tmp_path: Path) -> None:
     """Before the first step: the captured steps of a GPU would go on with the last row, and say nothing."""
     train(small_run(optim={"epochs": 1}), tmp_path / "wd_on")
     for mode in ("corrected", "norm_schedule"):
@@ -121,6 +132,10 @@ def test_a_reference_that_ends_before_the_run_or_is_damaged_is_refused(tmp_path:
         with pytest.raises(ValueError, match=r"optim.reference='wd_on': its norms were .* (\d+) steps, this run takes"):
             train(config, tmp_path / mode)
         assert not has_results(tmp_path / mode)
+    for size in (25, 100):  # its step t would be another epoch's here
+        other = small_run(data={"batch_size": size}, optim={"epochs": 1, "mode": "corrected", "reference": "wd_on"})
+        with pytest.raises(ValueError, match=rf"'wd_on': its epochs have 6 steps, this run's {300 // size}"):
+            train(other, tmp_path / "batches")
     norms = tmp_path / "wd_on" / "norms.safetensors"
     norms.write_bytes(norms.read_bytes()[:100])
     with pytest.raises(ValueError, match=r"norms\.safetensors is no safetensors file, or not all of one"):
@@ -221,6 +236,28 @@ def test_an_epoch_whose_steps_all_overflow_is_an_epoch(
     assert len({r["norm"] for r in rows(tmp_path)}) == 1
 
 
+@pytest.mark.parametrize("correction", ["epoch", "step"])
+def test_a_reference_that_left_out_more_fp16_steps_lasts_to_the_end(
+    correction: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scaler = torch.amp.GradScaler
+    half, record = {"amp": "fp16"}, {"record": correction, "device": "cpu"}
+    monkeypatch.setattr(torch.amp, "GradScaler", lambda device: scaler(device, init_scale=2.0**23))
+    train(small_run(precision=half, runtime=record), tmp_path / "wd_on")
+    recording = Recording.load(tmp_path / "wd_on" / "norms.safetensors")
+    assert 12 < recording.steps[-1] < 17  # of 18
+    monkeypatch.setattr(torch.amp, "GradScaler", scaler)
+    for mode in ("corrected", "norm_schedule"):
+        optim = {"mode": mode, "reference": "wd_on", "correction": correction}
+        result = train(small_run(optim=optim, precision=half), tmp_path / mode)
+        assert (result.status, result.metrics["epoch"]) == ("finished", 3)
+    assert result.metrics["norm"] == pytest.approx(  # F4
+        math.sqrt(10) * torch.cat([norms[-1] for norms in recording.norms.values()]).mean().item(), rel=1e-2
+    )
+    with pytest.raises(ValueError, match=r"norms were recorded for 1[3-6] steps, this run takes 24"):
+        train(small_run(optim={**optim, "epochs": 4}, precision=half), tmp_path / "longer")
+
+
 def test_clipping_and_label_smoothing_act(tmp_path: Path) -> None:
     plain = train(small_run(optim={"epochs": 1}), tmp_path / "a").metrics["train_loss"]
     clipped = train(small_run(optim={"epochs": 1, "clip_norm": 0.01}), tmp_path / "b").metrics["train_loss"]
@@ -303,6 +340,29 @@ def test_beginning_afresh_throws_away_runs_only(tmp_path: Path) -> None:
     train(small_run(optim={"epochs": 1}, seed=1), tmp_path, resume=False)
     assert rows(tmp_path) != first
     assert (tmp_path / "checkpoints" / "mine.pt").read_text() == "mine"
+
+
+def test_a_fresh_run_that_cannot_be_set_up_leaves_the_old_one_as_it_was(tmp_path: Path) -> None:
+    def text(vocab_size: int, **model: Any) -> RunConfig:
+        data = {"name": "numbers", "train_size": 100, "val_size": 5, "vocab_size": vocab_size}
+        return small_run(
+            data=data,
+            model={"name": "transformer", "norm": "l2", "layers": 1, "d_model": 8, **model},
+            optim={"epochs": 1},
+        )
+
+    train(text(300, heads=2), tmp_path)
+    before = {path: path.read_bytes() for path in sorted(tmp_path.rglob("*")) if path.is_file()}
+    for failing in (
+        small_run(data={"name": "tiny_imagenet", "dir": "absent"}),
+        text(320, heads=3),  # which is found out after the data
+    ):
+        with pytest.raises(ValueError):
+            train(failing, tmp_path, data_dir=tmp_path, resume=False)
+        assert {path: path.read_bytes() for path in sorted(tmp_path.rglob("*")) if path.is_file()} == before
+    train(text(320, heads=2), tmp_path, resume=False)
+    assert json.loads((tmp_path / "config.json").read_text())["data"]["vocab_size"] == 320
+    assert len(json.loads((tmp_path / "tokenizer.json").read_text())["model"]["vocab"]) == 320
 
 
 def test_a_run_that_never_trained_leaves_its_folder_to_another(tmp_path: Path) -> None:

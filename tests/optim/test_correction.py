@@ -145,6 +145,7 @@ def test_scales_the_update_of_any_optimizer(
         update = p.detach() - before[name]
         if name in INVARIANT:
             ratio = (channel_norms(before[name]) / recording.norms[name][50]) ** exponent
+            torch.testing.assert_close(optimizer.ratio[name], ratio, rtol=1e-12, atol=0)
             update = update * ratio.view(-1, *[1] * (update.ndim - 1))
         torch.testing.assert_close(named[name].detach() - before[name], update, rtol=1e-9, atol=1e-14)
 

@@ -149,6 +149,36 @@ def test_leaves_model_and_random_state_untouched(images: Tensor, monkeypatch: py
     assert model.bn.eps == 1e-5
 
 
+def test_sparse_gradients_are_gradients() -> None:
+    def net(sparse: bool) -> nn.Module:
+        return nn.Sequential(nn.Embedding(10, 4, sparse=sparse), nn.LayerNorm(4), nn.Linear(4, 2))
+
+    state, tokens = net(False).state_dict(), torch.arange(10).view(2, 5)
+    nets = [net(False), net(True)]
+    for one in nets:
+        one.load_state_dict(state)
+    dense, sparse = (scale_invariant_parameters(one, tokens) for one in nets)
+    assert list(sparse) == ["0.weight"]
+    assert str(sparse) == str(dense)
+
+
+def test_a_model_may_change_its_input_and_the_users_own_stays() -> None:
+    class InPlace(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.linear = nn.Embedding(10, 4), nn.Linear(4, 3)
+
+        def forward(self, tokens: Tensor, others: dict[str, Tensor]) -> Tensor:
+            rows = layer_norm(self.embedding(tokens.add_(1).remainder_(10)), (4,))
+            return self.linear(rows * others.pop("scale").sub_(0.5).div_(0.25))  # type: ignore[no-any-return]
+
+    tokens, scale = torch.randint(10, (4, 5)), torch.rand(4, dtype=torch.float64)
+    inputs = (tokens.clone(), {"scale": scale.clone()})
+    assert list(scale_invariant_parameters(InPlace(), inputs)) == ["embedding.weight"]
+    assert torch.equal(inputs[0], tokens)
+    assert torch.equal(inputs[1]["scale"], scale)
+
+
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, lambda: torch.device("meta")])
 def test_modes_and_the_default_device_do_not_matter(images: Tensor, context: Any) -> None:
     model = Zoo()

@@ -234,7 +234,7 @@ def apply_overrides(config: RunConfig, overrides: Iterable[str]) -> RunConfig:
             target = target[section]
         if last not in target:
             raise ValueError(f"override {item!r}: unknown key {last!r}{suggest(last, target)}")
-        target[last] = _parse_value(text.strip())
+        target |= merge(target, {last: _parse_value(text.strip())})  # of a table, all that it does not name stays
         changed = True
     return from_dict(table, "override") if changed else config
 
@@ -351,6 +351,9 @@ def _check_values(config: RunConfig, origin: str) -> None:
     text = data.name in TEXT
     translator = model.name in get_args(TextModel)
     need(text == translator, "model.name", f"a model for {'text' if text else 'images'} ({data.name})", model.name)
+    mine, other = ("layer_norm", "norm") if text else ("norm", "layer_norm")  # to change the other would change nothing
+    usual, value = getattr(ModelConfig, other), getattr(model, other)
+    need(value == usual, f"model.{other}", f"{usual} with {model.name}, whose norms model.{mine} says", value)
 
 
 def to_dict(config: RunConfig) -> dict[str, Any]:

@@ -8,6 +8,8 @@ plain. All that the modes change is how decay acts on the scale-invariant weight
 from __future__ import annotations
 
 import math
+import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,7 @@ def _power(gamma: float, count: int) -> float:
 def find_recording(run_dir: Path, config: RunConfig, reference_dir: str | Path | None = None) -> Recording:
     """The norms of the run that ``optim.reference`` names: a folder beside this run, the cell's same seed, a path."""
     name = config.optim.reference or ""
+    run_dir = Path(os.path.abspath(run_dir))  # of "seed0" or "." nothing is above; a link stays where it is
     places = [Path(reference_dir)] if reference_dir else []
     places += [run_dir.parent / name, run_dir.parent.parent / name / run_dir.name, Path(name)]
     for place in places:
@@ -178,10 +181,18 @@ def build_regime(
     """Optimizer, schedule and recorder for ``model`` (not wrapped by DDP or compile)."""
     optim = config.optim
     needed = optim.epochs * steps_per_epoch
-    # fp16 leaves out steps that overflow, in the reference as well
-    if recording is not None and recording.steps[-1] < needed and config.precision.amp != "fp16":
-        told = f"its norms were recorded for {int(recording.steps[-1])} steps, this run takes {needed}"
-        raise ValueError(f"optim.reference={optim.reference!r}: {told}")
+    if recording is not None:
+        half = config.precision.amp == "fp16"  # it leaves out steps that overflow; those of this run are others
+        missing = needed - int(recording.steps[-1])
+        longest = max((b - a for a, b in zip((0, *recording.epoch_ends), recording.epoch_ends)), default=0)
+        told = ""
+        if longest > steps_per_epoch or (longest < steps_per_epoch and not half):
+            told = f"its epochs have {longest} steps, this run's {steps_per_epoch}"
+        elif missing > 0 and (missing >= steps_per_epoch or not half):
+            told = f"its norms were recorded for {needed - missing} steps, this run takes {needed}"
+        if told:
+            raise ValueError(f"optim.reference={optim.reference!r}: {told}")
+        recording = _lengthened(recording, missing) if missing > 0 else recording
     device = next(model.parameters()).device
     capture = device.type == "cuda" and config.runtime.compile == "cudagraph"
     # Only torch's fused SGD and Adam look at fp16's overflow themselves; for the others the scaler asks on the host.
@@ -211,6 +222,26 @@ def build_regime(
         weights = invariant or {n: p for n, (p, _) in watched.items()}
         recorder = NormRecorder(weights, optimizer, every=record, angle=record == "step", metadata=about)
     return Regime(optimizer, optim, steps_per_epoch, norm_schedule, recorder, watched, capture)
+
+
+def _lengthened(recording: Recording, steps: int) -> Recording:
+    """With so many more steps in its last epoch, at the last norms and learning rates."""
+
+    def held(rows: Tensor) -> Tensor:
+        return torch.cat([rows, rows[-1:].expand(steps, -1)])
+
+    end = int(recording.steps[-1]) + steps
+    return replace(
+        recording,
+        norms={name: held(norms) for name, norms in recording.norms.items()},
+        angles={},
+        steps=torch.cat(
+            [recording.steps, recording.steps[-1:] + torch.arange(1, steps + 1, device=recording.steps.device)]
+        ),
+        lr=held(recording.lr),
+        weight_decay=held(recording.weight_decay),
+        epoch_ends=(*recording.epoch_ends[:-1], end),
+    )
 
 
 def _classifier(model: nn.Module) -> list[nn.Parameter]:

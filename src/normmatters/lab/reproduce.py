@@ -111,7 +111,11 @@ def plan(
         needs = None
         if config.optim.reference is not None:
             reference = load_cell(f"{config.experiment}/{config.optim.reference}").source
-            needs = add(reference, seed, (*asking, id)).folder
+            other, form = add(reference, seed, (*asking, id)), config.optim.correction
+            if (record := other.config.runtime.record) not in ("step", form):  # not when the reference has been trained
+                told = f"{id} needs the norms of every {form} of {reference}, whose runtime.record is {record!r}"
+                raise ValueError(f"{told}: try --set runtime.record={form}")
+            needs = other.folder
         folder = run_folder(out, config)
         job = jobs.setdefault(folder, Job(id, config, folder, needs))
         if job.id != id:

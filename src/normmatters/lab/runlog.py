@@ -90,6 +90,7 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.metrics = path / "metrics.jsonl"
         self._lock: IO[str] | None = None
+        self._started = False  # until then what the folder holds is an earlier run's
 
     def __enter__(self) -> RunFolder:
         try:
@@ -140,10 +141,9 @@ class RunFolder:
             item.unlink()
         shutil.rmtree(self.path / "tensorboard", ignore_errors=True)
 
-    def start(self, config: RunConfig, device: torch.device, *, fresh: bool) -> None:
-        """Write what is run; ``fresh`` throws away what the folder held."""
-        if fresh:
-            self.clear()
+    def start(self, config: RunConfig, device: torch.device) -> None:
+        """Write what is run."""
+        self._started = True
         for folder in (self.path, self.checkpoints):
             for stray in folder.glob(".*.[0-9]*.tmp"):  # of a process that was killed while it wrote
                 stray.unlink(missing_ok=True)
@@ -178,6 +178,8 @@ class RunFolder:
 
     def fail(self, kind: str, message: str, **details: Any) -> None:
         """Say why the run ended; where even that cannot be written, the caller's error says it."""
+        if not self._started:
+            return
         with contextlib.suppress(RunError):
             write_atomic(self.path / "error.json", _json({"kind": kind, "message": message, **details}))
 

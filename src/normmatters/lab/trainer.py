@@ -54,7 +54,7 @@ def train(
         data_dir: where the data sets are; None: ``NORMMATTERS_DATA``, else ``./data``.
         progress: called with a dict: "messages" of what the run could not do as it was asked to, once; "step" and
             "steps" about once a second; and each epoch's metrics.
-        resume: False throws away what the folder holds and begins again.
+        resume: False throws away what the folder holds and begins again, once all that the new run needs is there.
         reference_dir: the run folder that ``optim.reference`` means, where it is not beside this one.
 
     Returns:
@@ -62,7 +62,7 @@ def train(
 
     Raises:
         RunError: the folder cannot be written, the disk is full, another process or another run is in the folder.
-        ValueError: bad config or data. The reason is in ``error.json`` too.
+        ValueError: bad config or data. The reason is in ``error.json`` too, unless an earlier run is still there.
 
     Example::
 
@@ -85,12 +85,16 @@ def train(
         if ended is not None:
             return ended
         try:
-            if shard.rank == 0:
-                folder.start(config, device, fresh=not resume)
+            if shard.rank == 0 and resume:
+                folder.start(config, device)
             with settings(config, device):
                 with setting_up, gpu.together():
                     seed_everything(config.seed)
-                    run = _Run(config, folder, device, shard, data_dir, reference_dir)
+                    cache = folder.path if resume and folder.path.is_dir() else None
+                    run = _Run(config, folder, device, shard, data_dir, reference_dir, cache)
+                    if shard.rank == 0 and not resume:  # not before: a misspelt --data-dir must not cost a finished run
+                        folder.clear()
+                        folder.start(config, device)
                     start = run.resume()
                 with gpu.together():
                     try:
@@ -116,11 +120,11 @@ class _Run:
         shard: Shard,
         data_dir: str | Path | None,
         reference_dir: str | Path | None,
+        cache: Path | None,
     ) -> None:
         self.config, self.folder, self.device, self.shard = config, folder, device, shard
         optim, runtime = config.optim, config.runtime
         with first_process_first(shard):  # it downloads, and learns the tokenizer, for all
-            cache = folder.path if folder.path.is_dir() else None
             self.data = load_data(config.data, data_dir, seed=config.seed, device=device, shard=shard, cache=cache)
         gpu.pause()
         self.steps = self.data.train.steps
@@ -205,7 +209,7 @@ class _Run:
                 if due and old and not last:
                     self._save(epoch + 1)
                     saved_at = time.monotonic()
-        return self._finish()
+        return self._finish(saved=start == total)
 
     def _epoch(self, epoch: int, heartbeat: Callable[[int], None]) -> dict[str, Any]:
         started = told = time.monotonic()
@@ -282,9 +286,15 @@ class _Run:
         if state is None:
             if self.shard.rank == 0:
                 self.folder.rewrite([])
+                if isinstance(self.data, TextData):
+                    self.data.save_tokenizer(self.folder.path)
             return 0
         if not isinstance(state, dict) or state.get("config") != config_hash(self.config):
             raise RunError("checkpoint", f"the checkpoint in {self.folder.checkpoints} is of another config")
+        epoch, self.rows = int(state["epoch"]), json.loads(state["rows"])
+        if (before := self.rows[-1]["step"] // epoch) != self.steps:  # a learning rate, or a norm, of another step
+            told = f"an epoch had {before} steps and has {self.steps} now: the data are not those that it began with"
+            raise RunError("checkpoint", f"{self.folder.path}: {told}; give it those, or begin again (--fresh)")
         self.model.load_state_dict(state["model"])
         self.regime.load_state_dict(state["regime"])
         if self.scaler is not None:
@@ -292,11 +302,10 @@ class _Run:
         checkpoint.set_random_state(state["random"])
         if self.generator is not None:
             self.generator.set_state(state["dropout"].cpu())
-        self._reseed(int(state["epoch"]))
-        self.rows = json.loads(state["rows"])
+        self._reseed(epoch)
         if self.shard.rank == 0:
             self.folder.rewrite(self.rows)
-        return int(state["epoch"])
+        return epoch
 
     def _reseed(self, epoch: int) -> None:
         """The models start equal in all processes, but their dropout must differ."""
@@ -306,11 +315,12 @@ class _Run:
             if self.generator is not None:
                 self.generator.manual_seed(seed % (1 << 63))
 
-    def _finish(self) -> RunResult:
+    def _finish(self, saved: bool) -> RunResult:
         summary = self._summary("finished")
         if self.shard.rank == 0:
             self._save_norms()
-            self._save(len(self.rows), keep=1)
+            if not saved:  # or there would be a moment without it, when it is the only one
+                self._save(len(self.rows), keep=1)
             self.folder.finish(summary)
         return RunResult("finished", self.folder.path, summary)
 

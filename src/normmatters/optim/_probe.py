@@ -72,10 +72,12 @@ def _tensors(output: Any) -> Iterator[Tensor]:
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """A copy, with its numbers in ``dtype``."""
     if isinstance(value, Tensor):
         if value.is_complex():
             dtype = dtype.to_complex()
-        return value.detach().to(dtype) if value.is_floating_point() or value.is_complex() else value
+        numbers = value.is_floating_point() or value.is_complex()
+        return value.detach().to(dtype if numbers else value.dtype, copy=True)
     if isinstance(value, Mapping):
         return {k: _cast(v, dtype) for k, v in value.items()}
     if isinstance(value, tuple | list):
@@ -115,7 +117,7 @@ class Probe:
             raise ValueError(
                 f"the model must allow copy.deepcopy, to be tested without touching it: {error}"
             ) from error
-        self.input = _cast(example_input, dtype)
+        self.input, self.dtype = example_input, dtype
         self.seed = seed
         self.eps = torch.finfo(dtype).eps
         self.parameters = dict(named_parameters(self.model))
@@ -147,7 +149,8 @@ class Probe:
         with torch.no_grad():
             for buffer, value in self._buffers:
                 buffer.copy_(value)
-        parts = [t.reshape(-1) for t in _tensors(run(self.model, self.input))]
+        # A copy for each call: a model may normalize its input in place, or take a dictionary apart.
+        parts = [t.reshape(-1) for t in _tensors(run(self.model, _cast(self.input, self.dtype)))]
         return torch.cat(parts or [torch.empty(0)])
 
     def gradients(self, probes: int) -> list[dict[str, Tensor]]:
@@ -162,7 +165,9 @@ class Probe:
             scale = direction.norm() * output.detach().norm()
             loss = (output @ direction) / scale
             grads = torch.autograd.grad(loss, [self.parameters[n] for n in names], allow_unused=True)
-            found.append({n: torch.zeros_like(self.parameters[n]) if g is None else g for n, g in zip(names, grads)})
+            # Dense, for of sparse ones, such as embeddings may have, torch knows few operations.
+            pairs = zip(names, grads)
+            found.append({n: torch.zeros_like(self.parameters[n]) if g is None else g.to_dense() for n, g in pairs})
         return found
 
     @torch.no_grad()

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from normmatters.optim._common import is_capturing, loss_of
+from normmatters.optim._exponents import exponents
 from normmatters.optim._rows import Channels, Named, TestedChannels
 from normmatters.optim._wrapper import OptimizerWrapper
 from normmatters.optim.multi_tensor import ChannelMeter, ChannelScaler
@@ -107,6 +108,8 @@ class StepSizeCorrection(OptimizerWrapper):
             table = table[:-1]
             growth = 1 / (1 - torch.stack(decay, 1).repeat_interleave(sizes, dim=1))
         self._form, self._signature = form, recording.signature
+        known = exponents(optimizer)
+        self._power = 1.0 if known is None else known[0] - 1
         self._channels, self._groups = channels, sorted(set(channels.groups(optimizer)))
         # Everything that a step reads lives on the device, the step number too: a CUDA graph can capture the step.
         self._table = table.to(channels.device, channels.dtype)
@@ -127,7 +130,10 @@ class StepSizeCorrection(OptimizerWrapper):
 
     @property
     def ratio(self) -> dict[str, Tensor]:
-        """Name → `[channels]`, the factor that the last step's learning rate was multiplied by."""
+        """Name → `[channels]`, the factor that the last step's learning rate was multiplied by.
+
+        R² = ‖v‖²/‖w‖², and R for the Adam family; of an optimizer whose steps are not known, SGD's.
+        """
         return {n: r.clone() for n, r in self._channels.split(self._learning_rate).items()}
 
     @torch.no_grad()
@@ -155,7 +161,7 @@ class StepSizeCorrection(OptimizerWrapper):
             for weight, grad in plain:
                 weight.grad = grad
             torch.mul(ratio, growth, out=self._factor)
-            torch.mul(ratio, self._factor, out=self._learning_rate)
+            torch.mul(ratio.pow(self._power), self._factor, out=self._learning_rate)
             self._factor.mul_((ratio / _FAR).log2_().floor_().clamp_(min=0).neg_().exp2_())
             self._scale_weights()
         self._step.add_(1)

@@ -66,6 +66,8 @@ class FolderSource:
 
         try:
             with Image.open(path) as file:
+                if file.mode[0] in "IF":  # PIL would make white of all that is above 255
+                    raise ValueError(f"expected 8 bits a channel, got PIL's mode {file.mode}")
                 image: Any = file.convert("RGB")
         except Exception as error:  # PIL raises SyntaxError, too, or an error of its own for one that is too large
             raise ValueError(f"cannot read the image {path}: {error}") from None
@@ -90,7 +92,7 @@ def open_splits(
     if not folder.is_dir():
         raise ValueError(f"no image folder {folder}; name the folder above it with --data-dir or NORMMATTERS_DATA")
     if (folder / "train_x.npy").is_file():
-        train, val = (_arrays(folder, split, size) for split in ("train", "val"))
+        train, val = _arrays(folder, size)
         return train, val, 1 + int(torch.maximum(train.labels.max(), val.labels.max()))
     classes = _classes(folder / "train")
     if not classes:
@@ -111,7 +113,12 @@ def _classes(folder: Path) -> list[str]:
     return sorted(p.name for p in folder.glob("[!.]*") if p.is_dir())
 
 
-def _arrays(folder: Path, split: str, size: int | None) -> ArraySource:
+def _arrays(folder: Path, size: int | None) -> tuple[ArraySource, ArraySource]:
+    train = _array_source(folder, "train", size)
+    return train, _array_source(folder, "val", train.size)
+
+
+def _array_source(folder: Path, split: str, size: int | None) -> ArraySource:
     try:
         x = np.load(folder / f"{split}_x.npy", mmap_mode="r", allow_pickle=False)
         y = np.load(folder / f"{split}_y.npy", allow_pickle=False)
@@ -149,7 +156,7 @@ def _hidden(path: Path) -> bool:
 
 def load_arrays(folder: Path, size: int | None) -> Splits:
     """The arrays of a folder whole, resized to ``size`` (None: as they are)."""
-    train, val = (_arrays(folder, split, size) for split in ("train", "val"))
+    train, val = _arrays(folder, size)
     return _whole(train), train.labels, _whole(val), val.labels
 
 

@@ -215,6 +215,9 @@ class TextData:
     def decode(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode([i for i in ids if i > EOS]))
 
+    def save_tokenizer(self, folder: Path) -> None:
+        write_atomic(folder / "tokenizer.json", self.tokenizer.to_str(pretty=True).encode())
+
 
 def load(
     config: DataConfig, folder: Path | None, *, seed: int, shard: Shard, device: torch.device, cache: Path | None
@@ -231,9 +234,7 @@ def load(
                 raise ValueError(f"{told}, line by line. Name the folder above it with --data-dir or NORMMATTERS_DATA")
             changed = times_of_change(folder)
         encoded = _encode(config, folder, changed, learned)
-        if path is not None and learned is None:
-            write_atomic(path, encoded.tokenizer.to_str(pretty=True).encode())
-    return TextData(
+    data = TextData(
         train=TextLoader(encoded.train, config.tokens, seed, shard, device),
         val=TextLoader(encoded.val, config.tokens, seed, shard, device),
         test_sources=encoded.test_sources,
@@ -242,6 +243,9 @@ def load(
         vocab_size=encoded.tokenizer.get_vocab_size(),
         max_length=config.max_length,
     )
+    if cache is not None and learned is None:
+        data.save_tokenizer(cache)
+    return data
 
 
 class _Encoded(NamedTuple):
