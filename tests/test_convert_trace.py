@@ -116,6 +116,59 @@ def test_a_choice_of_forward_is_not_made_once_for_all(choose: Callable[[Any], bo
             assert_close(block(x), original(x))
 
 
+class Reads(Block):
+    """Its forward makes a number, or a dtype, of a tensor that it has."""
+
+    def __init__(self, read: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.read = read
+        self.hidden = self.steps  # no buffer: what PyTorch knows nothing of
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.read(self, F.relu(self.bn(self.conv(x)) + x))
+        return result
+
+
+@pytest.mark.parametrize(
+    ("read", "fused"),
+    [
+        (lambda self, x: 2 * x if self.steps > 0 else x, False),
+        (lambda self, x: x * float(self.steps), False),
+        (lambda self, x: x * self._buffers["steps"].item(), False),
+        (lambda self, x: x * int(self.bn.num_batches_tracked), False),
+        (lambda self, x: x * self.hidden.item(), False),
+        (lambda self, x: x.to(next(self.parameters()).dtype), False),
+        (lambda self, x: x * self.steps.item(), True),
+        (lambda self, x: x.to(self.steps.dtype) + self.steps.view(1, 1, 1), True),
+    ],
+)
+def test_what_a_tensor_holds_is_read_at_every_call(read: Callable[[Any, Tensor], Any], fused: bool) -> None:
+    block = Reads(read)
+    original = copy.deepcopy(block)
+    convert(block, "l2")
+    assert isinstance(block, FusedBlock) is fused
+    x = torch.randn(2, 3, 4, 4, dtype=torch.double)
+    for model in (block, original):
+        model.double()
+        for steps in (model.steps, model.hidden):
+            steps.fill_(3)
+    for _ in range(2):
+        assert_close(block(x), original(x))
+
+
+def test_a_norm_is_not_called_behind_what_changes_its_statistics() -> None:
+    class Resets(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            out = self.bn(self.conv(x))
+            self.bn.running_mean.zero_()
+            return F.relu(out + x)
+
+    block, original = left_alone(Resets, "sets bn.running_mean on the module")
+    x = torch.randn(2, 3, 4, 4)
+    assert_close(block(x), original(x))
+    assert_close(block.state_dict(), original.state_dict())
+
+
 class Skips(Block):
     """Its forward asks something about what it is given, which a symbolic value would answer for itself."""
 

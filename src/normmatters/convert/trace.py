@@ -25,8 +25,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 
+from normmatters.convert.in_place import changed_attribute
 from normmatters.convert.parts import has_own_call
-from normmatters.convert.value import Untraceable, Value, check_questions
+from normmatters.convert.value import Asked, Untraceable, Value, check_questions
 
 _ALONE = threading.RLock()  # while it traces, torch.fx and `_recorded_reads` change nn.Module itself
 _HOOKS = vars(nn.Module()).keys() - {"_parameters", "_buffers", "_modules"}  # and more that no forward writes to
@@ -57,6 +58,7 @@ def trace_block(block: nn.Module, training: bool, inline: set[nn.Module]) -> Tra
         _no_random_numbers(block),
         _no_questions(),
         _recorded_reads(block) as reads,
+        Asked() as asked,
     ):
         tracer = _BlockTracer(block, inline)
         try:
@@ -68,6 +70,10 @@ def trace_block(block: nn.Module, training: bool, inline: set[nn.Module]) -> Tra
             raise Untraceable(first_line) from error
     if tracer.values_are_kept():
         raise Untraceable("its forward keeps a value in an object of its own")
+    if asked.anything:
+        raise Untraceable("its forward asks for what a tensor holds, or for its device or dtype")
+    if changed := changed_attribute(block, graph):  # which a norm may read, whose call may move
+        raise Untraceable(f"its forward sets {changed} on the module")
     for node in graph.nodes:
         node.type = None  # annotations are not needed to run, and may name what cannot be pickled
     return Trace(graph, reads, tracer.called)
@@ -86,6 +92,8 @@ def _check_forward(block: nn.Module) -> None:
 
 
 class _BlockTracer(fx.Tracer):
+    proxy_buffer_attributes = True  # as parameters are: the trace is to read them whenever it runs
+
     def __init__(self, block: nn.Module, inline: set[nn.Module]) -> None:
         super().__init__()
         self.forward = type(block).forward.__code__

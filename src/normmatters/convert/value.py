@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from normmatters.convert.in_place import OPERATORS
 
@@ -60,6 +62,22 @@ def _in_place(function: Callable[..., Any]) -> Callable[[fx.Proxy, Any], fx.Prox
 # A Proxy knows no `x += y`: Python would make it `x = x + y`, and other names of x would keep the old value.
 for _operator in OPERATORS:
     setattr(Value, f"__{_operator.__name__}__", _in_place(_operator))
+
+
+class Asked(TorchFunctionMode):
+    """Notes whether anything is asked of tensors alone: what they hold, their devices and dtypes may change.
+
+    The module's parameters and buffers are symbolic themselves; tensors are those of a plain attribute (``self.step``),
+    of ``self.parameters()``, and new ones.
+    """
+
+    anything = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {type(leaf) for leaf in tree_leaves((args, kwargs))}
+        if Value not in given and any(issubclass(kind, Tensor) for kind in given):
+            self.anything = True
+        return func(*args, **(kwargs or {}))
 
 
 def check_questions(frame: FrameType) -> None:
