@@ -19,6 +19,7 @@ from torch.testing import assert_close
 from blocks import Block
 from normmatters.convert import ConversionReport, convert, fold
 from normmatters.convert.fused import FusedBlock
+from normmatters.precision import arithmetic
 
 
 def left_alone(make: Callable[[], Any], reason: str) -> tuple[Any, Any]:
@@ -167,6 +168,53 @@ def test_a_norm_is_not_called_behind_what_changes_its_statistics() -> None:
     x = torch.randn(2, 3, 4, 4)
     assert_close(block(x), original(x))
     assert_close(block.state_dict(), original.state_dict())
+
+
+class WithAutocastOff(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):  # it is, while tracing
+            return F.relu(self.bn(self.conv(x.float())))
+
+
+class MethodWithAutocastOff(Block):
+    @torch.autocast("cpu", enabled=False)
+    def _exact(self, x: Tensor) -> Tensor:
+        return F.relu(self.bn(self.conv(x.float())))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._exact(x)
+
+
+class WithGradients(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            return F.relu(self.bn(self.conv(x)))
+
+
+class InArithmetic(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        with arithmetic("fp16"):
+            return F.relu(self.bn(self.conv(x.float())))
+
+
+class Tries(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.bn(self.conv(x[:, :, :3]))
+        try:
+            return F.relu(out + x)
+        except RuntimeError:  # of another size
+            return F.relu(out)
+
+
+@pytest.mark.parametrize("cls", [WithAutocastOff, MethodWithAutocastOff, WithGradients, InArithmetic, Tries])
+def test_a_context_of_forward_is_entered_and_an_error_caught_after_the_conversion_too(cls: type[Block]) -> None:
+    block, original = left_alone(cls, "has a `with` or a `try`, which a graph has not")
+    convert(original, "l2", fuse=False)
+    x = torch.randn(2, 3, 4, 4)
+    with torch.autocast("cpu"), torch.no_grad():
+        found, expected = block(x), original(x)
+    assert found.requires_grad == expected.requires_grad
+    assert_close(found, expected, rtol=0, atol=0)
 
 
 class Skips(Block):

@@ -123,10 +123,9 @@ class _BlockTracer(fx.Tracer):
         if self.depth == 0:
             self.called.append(m)
         self.depth += 1
-        try:
-            return super().call_module(m, forward, args, kwargs)
-        finally:
-            self.depth -= 1
+        result = super().call_module(m, forward, args, kwargs)
+        self.depth -= 1
+        return result
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         value = Value(node, self)
@@ -148,9 +147,13 @@ class _BlockTracer(fx.Tracer):
         if _modes() != self.modes:
             raise Untraceable("its forward changes the gradient or autocast mode, or checkpoints activations")
         frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
-            check_questions(frame)
-            frame = None if frame.f_code is self.forward else frame.f_back
+        frames = []
+        while frame is not None and frame.f_code is not self.forward:
+            frames.append(frame)
+            frame = frame.f_back
+        if frame is not None:  # otherwise it is an argument or the result
+            for asking in (*frames, frame):
+                check_questions(asking)
         node = super().create_node(*args, **kwargs)
         node.meta["method"] = self._method()
         return node

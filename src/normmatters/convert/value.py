@@ -83,16 +83,25 @@ class Asked(TorchFunctionMode):
 def check_questions(frame: FrameType) -> None:
     """Refuse a function that asks its variables what no object can be made to answer: ``x is None``, ``type(x)``.
 
-    A value that the block computes is a tensor, but one that it is given may well be None.
+    A value that the block computes is a tensor, but one that it is given may well be None. Nor is there a ``with`` in a
+    graph, which may change nothing while tracing (autocast that is off already), or a ``try``.
     """
-    if _name(frame).split(".")[0] == "torch":
+    if _name(frame).split(".")[0] == "torch" and not frame.f_code.co_name.startswith("decorate_"):  # by a context
         return
+    if _guarded(frame.f_code):
+        raise Untraceable("its forward has a `with` or a `try`, which a graph has not")
     for name, question in _asked(frame.f_code):
         value = frame.f_locals.get(name)
         if type(value) is Value and question == "type":
             raise Untraceable(TYPE)
         if type(value) is Value and value.node.op == "placeholder":
             raise Untraceable(f"its forward asks whether {name!r} is None")
+
+
+@functools.lru_cache(1024)
+def _guarded(code: CodeType) -> bool:
+    """Whether a function does something when an error occurs: a ``with`` or a ``try``."""
+    return any(step.opname == "PUSH_EXC_INFO" for step in dis.get_instructions(code))
 
 
 @functools.lru_cache(1024)
