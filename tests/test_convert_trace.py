@@ -437,6 +437,30 @@ class CallsForward(ForwardAlone):
         return self.forward(x) + self(x)  # type: ignore[no-any-return]
 
 
+class Backbone(nn.Module):
+    def features(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+class FeaturesOfAnother(Block):
+    """Its forward calls a method of another module that has the name of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = Backbone()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.relu(self.bn(self.conv(self.backbone.features(x))))  # type: ignore[no-any-return]
+
+    def features(self, x: Tensor) -> Tensor:
+        return self.bn(self.conv(self.backbone.features(x)))  # type: ignore[no-any-return]
+
+
+class FeaturesOfItsBase(Features):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().features(x) * self.scale
+
+
 PART_ALONE = "a part of its block is called alone"
 
 
@@ -453,9 +477,11 @@ PART_ALONE = "a part of its block is called alone"
         (FeaturesBeforeReLU, "", "FeaturesBeforeReLU.features may be called on its own"),
         (FeaturesWithAdd, "", "FeaturesWithAdd.features may be called on its own"),
         (Private, "add + relu", ""),
+        (FeaturesOfAnother, "", PART_ALONE),
+        (FeaturesOfItsBase, "relu", ""),
     ],
 )
-def test_other_methods_of_a_block_stay_what_they_were(cls: type[Features], fused: str, note: str) -> None:
+def test_other_methods_of_a_block_stay_what_they_were(cls: type[Any], fused: str, note: str) -> None:
     block = cls().double().eval()
     nn.init.normal_(block.bn.bias)
     original = copy.deepcopy(block)
