@@ -93,7 +93,6 @@ class Chooses(Block):
 
 
 DRAWS = "draws random numbers outside the graph"
-ASKS = "asks for the gradient or autocast mode"
 
 
 @pytest.mark.parametrize(
@@ -104,15 +103,19 @@ ASKS = "asks for the gradient or autocast mode"
         (lambda self: self.numpy.random() < 0.5, DRAWS),
         (lambda self: self.mersenne.random() < 0.5, DRAWS),
         (lambda self: self.old_numpy.random() < 0.5, DRAWS),
-        (lambda self: torch.is_grad_enabled(), ASKS),
-        (lambda self: torch.is_autocast_enabled("cpu"), ASKS),
-        (lambda self: not torch.is_inference_mode_enabled(), ASKS),
+        (lambda self: torch.is_grad_enabled(), "asks torch.is_grad_enabled()"),
+        (lambda self: torch.is_autocast_enabled("cpu"), "asks torch.is_autocast_enabled()"),
+        (lambda self: torch.get_autocast_dtype("cpu") is torch.half, "asks torch.get_autocast_dtype()"),
+        (lambda self: not torch.is_inference_mode_enabled(), "asks torch.is_inference_mode_enabled()"),
+        (lambda self: torch.jit.is_tracing(), "asks torch.jit.is_tracing()"),
+        (lambda self: torch.distributed.is_initialized(), "asks torch.distributed.is_initialized()"),
     ],
 )
 def test_a_choice_of_forward_is_not_made_once_for_all(choose: Callable[[Any], bool], reason: str) -> None:
     block, original = left_alone(lambda: Chooses(choose), reason)
     x = torch.randn(2, 3, 4, 4)
-    for mode in (torch.no_grad(), torch.inference_mode(), torch.autocast("cpu"), *[torch.enable_grad()] * 5):
+    half = torch.autocast("cpu", dtype=torch.half)
+    for mode in (torch.no_grad(), torch.inference_mode(), torch.autocast("cpu"), half, *[torch.enable_grad()] * 5):
         with mode:
             assert_close(block(x), original(x))
 

@@ -32,6 +32,12 @@ from normmatters.convert.value import Asked, Untraceable, Value, check_questions
 _ALONE = threading.RLock()  # while it traces, torch.fx and `_recorded_reads` change nn.Module itself
 _HOOKS = vars(nn.Module()).keys() - {"_parameters", "_buffers", "_modules"}  # and more that no forward writes to
 
+_QUESTIONS: tuple[tuple[Any, str], ...] = (
+    *((torch, name) for name in ("is_grad_enabled", "is_inference_mode_enabled", "is_autocast_enabled")),
+    *((torch, "get_autocast_dtype"), (torch.jit, "is_tracing"), (torch.compiler, "is_compiling")),
+    *((torch.distributed, name) for name in ("is_initialized", "get_world_size", "get_rank")),
+)
+
 
 @dataclass(frozen=True)
 class Trace:
@@ -297,25 +303,23 @@ def _drawn_from(value: Any) -> Iterator[tuple[Callable[[], Any], Callable[[Any],
 
 @contextmanager
 def _no_questions() -> Iterator[None]:
-    """Refuse a forward that asks for the mode that it runs in: one answer would hold for all."""
+    """Refuse a forward that asks for what it runs in, a mode or a process group: one answer would hold for all."""
     thread = threading.get_ident()
-    modes = {
-        name: getattr(torch, name) for name in ("is_grad_enabled", "is_inference_mode_enabled", "is_autocast_enabled")
-    }
+    questions = [(home, name, getattr(home, name)) for home, name in _QUESTIONS if hasattr(home, name)]
 
-    def asked(name: str, *arguments: Any) -> Any:
+    def asked(home: Any, name: str, answer: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         asker = str(sys._getframe(1).f_globals.get("__name__"))
         if threading.get_ident() == thread and asker.split(".")[0] != "torch" and asker != __name__:
-            raise Untraceable("its forward asks for the gradient or autocast mode")
-        return modes[name](*arguments)
+            raise Untraceable(f"its forward asks {home.__name__}.{name}()")
+        return answer(*arguments, **named)
 
     try:
-        for name in modes:
-            setattr(torch, name, functools.partial(asked, name))
+        for question in questions:
+            setattr(*question[:2], functools.partial(asked, *question))
         yield
     finally:
-        for name, mode in modes.items():
-            setattr(torch, name, mode)
+        for question in questions:
+            setattr(*question)
 
 
 def _same(a: Any, b: Any) -> bool:
