@@ -46,6 +46,24 @@ class PoolBehindAFunction(nn.Module):
         return self.pool(F.relu(self.bn(self.conv(x))))
 
 
+def slotted() -> Any:
+    """Identities are places for something else."""
+    stem = nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Identity(), nn.ReLU(), nn.Identity(), nn.MaxPool2d(3, 2, 1)
+    return nn.Sequential(*stem).double()
+
+
+class Slotted(nn.Module):
+    """Its forward stays."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.bn, self.slot, self.relu = nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Identity(), nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.relu(self.slot(self.bn(self.conv(x))))
+
+
 class Residual(nn.Module):
     """The program calls the modules of ``convs`` one by one, past the guards of the Sequential."""
 
@@ -112,6 +130,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, Callable[[Any], None]]] = {
     "pool cut off": (vgg, "Sequential.9.__class__ is .*NoneType", lambda model: model[0].pop(9)),
     "norm of a pool cut off": (vgg, "Sequential.4.act is None", lambda model: model[0].__delitem__(slice(3, 9))),
     "norm cut off": (vgg, "Sequential.1.act is None", lambda model: model[0].pop(1)),
+    "identity of a sequential": (slotted, "Sequential.2.__class__ is .*Tanh", put("2", nn.Tanh)),
+    "identity before a pool": (slotted, "Sequential.4.__class__ is .*Tanhshrink", put("4", nn.Tanhshrink)),
+    "identity of a block": (lambda: Slotted().double(), "Slotted.slot.__class__ is .*Tanh", put("slot", nn.Tanh)),
     "pool of a rewritten block": (
         lambda: PoolBehindAFunction().double(),
         "PoolBehindAFunction.pool.__class__ is .*Identity",
@@ -138,7 +159,8 @@ def test_refused(case: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", ["norm", "activation", "pool", "sequential", "pool of a sequential", "all activations"]
+    "case",
+    ["norm", "activation", "pool", "sequential", "pool of a sequential", "all activations", "identity of a block"],
 )
 def test_the_way_back_gives_what_was_wanted(case: str) -> None:
     """Even after the exchange: the norm gives back what it took over, and the new module is in its place."""

@@ -19,6 +19,7 @@ from torch.testing import assert_close
 from blocks import Block
 from normmatters.convert import ConversionReport, convert, fold
 from normmatters.convert.fused import FusedBlock
+from normmatters.precision import arithmetic
 
 
 def left_alone(make: Callable[[], Any], reason: str) -> tuple[Any, Any]:
@@ -92,7 +93,6 @@ class Chooses(Block):
 
 
 DRAWS = "draws random numbers outside the graph"
-ASKS = "asks for the gradient or autocast mode"
 
 
 @pytest.mark.parametrize(
@@ -103,17 +103,121 @@ ASKS = "asks for the gradient or autocast mode"
         (lambda self: self.numpy.random() < 0.5, DRAWS),
         (lambda self: self.mersenne.random() < 0.5, DRAWS),
         (lambda self: self.old_numpy.random() < 0.5, DRAWS),
-        (lambda self: torch.is_grad_enabled(), ASKS),
-        (lambda self: torch.is_autocast_enabled("cpu"), ASKS),
-        (lambda self: not torch.is_inference_mode_enabled(), ASKS),
+        (lambda self: torch.is_grad_enabled(), "asks torch.is_grad_enabled()"),
+        (lambda self: torch.is_autocast_enabled("cpu"), "asks torch.is_autocast_enabled()"),
+        (lambda self: torch.get_autocast_dtype("cpu") is torch.half, "asks torch.get_autocast_dtype()"),
+        (lambda self: not torch.is_inference_mode_enabled(), "asks torch.is_inference_mode_enabled()"),
+        (lambda self: torch.jit.is_tracing(), "asks torch.jit.is_tracing()"),
+        (lambda self: torch.distributed.is_initialized(), "asks torch.distributed.is_initialized()"),
     ],
 )
 def test_a_choice_of_forward_is_not_made_once_for_all(choose: Callable[[Any], bool], reason: str) -> None:
     block, original = left_alone(lambda: Chooses(choose), reason)
     x = torch.randn(2, 3, 4, 4)
-    for mode in (torch.no_grad(), torch.inference_mode(), torch.autocast("cpu"), *[torch.enable_grad()] * 5):
+    half = torch.autocast("cpu", dtype=torch.half)
+    for mode in (torch.no_grad(), torch.inference_mode(), torch.autocast("cpu"), half, *[torch.enable_grad()] * 5):
         with mode:
             assert_close(block(x), original(x))
+
+
+class Reads(Block):
+    """Its forward makes a number, or a dtype, of a tensor that it has."""
+
+    def __init__(self, read: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.read = read
+        self.hidden = self.steps  # no buffer: what PyTorch knows nothing of
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.read(self, F.relu(self.bn(self.conv(x)) + x))
+        return result
+
+
+@pytest.mark.parametrize(
+    ("read", "fused"),
+    [
+        (lambda self, x: 2 * x if self.steps > 0 else x, False),
+        (lambda self, x: x * float(self.steps), False),
+        (lambda self, x: x * self._buffers["steps"].item(), False),
+        (lambda self, x: x * int(self.bn.num_batches_tracked), False),
+        (lambda self, x: x * self.hidden.item(), False),
+        (lambda self, x: x.to(next(self.parameters()).dtype), False),
+        (lambda self, x: x * self.steps.item(), True),
+        (lambda self, x: x.to(self.steps.dtype) + self.steps.view(1, 1, 1), True),
+    ],
+)
+def test_what_a_tensor_holds_is_read_at_every_call(read: Callable[[Any, Tensor], Any], fused: bool) -> None:
+    block = Reads(read)
+    original = copy.deepcopy(block)
+    convert(block, "l2")
+    assert isinstance(block, FusedBlock) is fused
+    x = torch.randn(2, 3, 4, 4, dtype=torch.double)
+    for model in (block, original):
+        model.double()
+        for steps in (model.steps, model.hidden):
+            steps.fill_(3)
+    for _ in range(2):
+        assert_close(block(x), original(x))
+
+
+def test_a_norm_is_not_called_behind_what_changes_its_statistics() -> None:
+    class Resets(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            out = self.bn(self.conv(x))
+            self.bn.running_mean.zero_()
+            return F.relu(out + x)
+
+    block, original = left_alone(Resets, "sets bn.running_mean on the module")
+    x = torch.randn(2, 3, 4, 4)
+    assert_close(block(x), original(x))
+    assert_close(block.state_dict(), original.state_dict())
+
+
+class WithAutocastOff(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):  # it is, while tracing
+            return F.relu(self.bn(self.conv(x.float())))
+
+
+class MethodWithAutocastOff(Block):
+    @torch.autocast("cpu", enabled=False)
+    def _exact(self, x: Tensor) -> Tensor:
+        return F.relu(self.bn(self.conv(x.float())))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._exact(x)
+
+
+class WithGradients(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            return F.relu(self.bn(self.conv(x)))
+
+
+class InArithmetic(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        with arithmetic("fp16"):
+            return F.relu(self.bn(self.conv(x.float())))
+
+
+class Tries(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.bn(self.conv(x[:, :, :3]))
+        try:
+            return F.relu(out + x)
+        except RuntimeError:  # of another size
+            return F.relu(out)
+
+
+@pytest.mark.parametrize("cls", [WithAutocastOff, MethodWithAutocastOff, WithGradients, InArithmetic, Tries])
+def test_a_context_of_forward_is_entered_and_an_error_caught_after_the_conversion_too(cls: type[Block]) -> None:
+    block, original = left_alone(cls, "has a `with` or a `try`, which a graph has not")
+    convert(original, "l2", fuse=False)
+    x = torch.randn(2, 3, 4, 4)
+    with torch.autocast("cpu"), torch.no_grad():
+        found, expected = block(x), original(x)
+    assert found.requires_grad == expected.requires_grad
+    assert_close(found, expected, rtol=0, atol=0)
 
 
 class Skips(Block):
@@ -336,6 +440,30 @@ class CallsForward(ForwardAlone):
         return self.forward(x) + self(x)  # type: ignore[no-any-return]
 
 
+class Backbone(nn.Module):
+    def features(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+class FeaturesOfAnother(Block):
+    """Its forward calls a method of another module that has the name of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = Backbone()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.relu(self.bn(self.conv(self.backbone.features(x))))  # type: ignore[no-any-return]
+
+    def features(self, x: Tensor) -> Tensor:
+        return self.bn(self.conv(self.backbone.features(x)))  # type: ignore[no-any-return]
+
+
+class FeaturesOfItsBase(Features):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().features(x) * self.scale
+
+
 PART_ALONE = "a part of its block is called alone"
 
 
@@ -352,9 +480,11 @@ PART_ALONE = "a part of its block is called alone"
         (FeaturesBeforeReLU, "", "FeaturesBeforeReLU.features may be called on its own"),
         (FeaturesWithAdd, "", "FeaturesWithAdd.features may be called on its own"),
         (Private, "add + relu", ""),
+        (FeaturesOfAnother, "", PART_ALONE),
+        (FeaturesOfItsBase, "relu", ""),
     ],
 )
-def test_other_methods_of_a_block_stay_what_they_were(cls: type[Features], fused: str, note: str) -> None:
+def test_other_methods_of_a_block_stay_what_they_were(cls: type[Any], fused: str, note: str) -> None:
     block = cls().double().eval()
     nn.init.normal_(block.bn.bias)
     original = copy.deepcopy(block)

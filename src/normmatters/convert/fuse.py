@@ -90,14 +90,18 @@ class FusionPlan:
             object.__setattr__(block, "__class__", cls)
 
     def guard(self, block: nn.Module, norm: nn.Module, slots: Iterable[tuple[nn.Module, str]]) -> None:
-        """Let the block see to it that the norm and the placeholders that will be in these slots stay together."""
+        """Let the block see to it that the norm, and what is in these slots, stay together.
+
+        They are ReLUs, which placeholders are put for, and the identities before them.
+        """
         if not _may_change_class(block):
             return
         paths = {module: path for path, module in block.named_modules()}
         guards = self.guards.setdefault(block, {})
         guards[f"{paths[norm]}.act"] = "relu"
         for owner, name in slots:
-            guards[f"{paths[owner]}.{name}.__class__".lstrip(".")] = FusedReLU
+            held = type(owner._modules[name])
+            guards[f"{paths[owner]}.{name}.__class__".lstrip(".")] = FusedReLU if held is nn.ReLU else held
         guards |= self.pool_guards(block, norm)
 
     def pool_guards(self, block: nn.Module, norm: nn.Module) -> dict[str, Any]:
@@ -153,7 +157,8 @@ def _plan_sequential(
     for position, (_, _, norm) in enumerate(chain):
         if norm not in own or norm in plan.fused or norm in plan.notes:
             continue
-        behind = [slot for slot in chain[position + 1 :] if not is_identity(slot[2])]
+        following = chain[position + 1 :]
+        behind = [slot for slot in following if not is_identity(slot[2])]
         if not behind or not is_relu(behind[0][2]):
             continue
         if _has_other_uses(block, behind[0], paths, plan):
@@ -161,13 +166,15 @@ def _plan_sequential(
             continue
         plan.fused[norm] = "relu"
         plan.slots.append(behind[0][:2])
+        last = behind[0]
         pool = behind[1] if len(behind) > 1 else None
         if norm in pooling and pool and is_pool(pool[2]) and not _has_other_uses(block, pool, paths, plan):
             plan.pools[norm] = pool[:2]
-        slots = [behind[0][:2], *([plan.pools[norm]] if norm in plan.pools else [])]
+            last = pool
+        taken = following[: following.index(last) + 1]
         # A Sequential in another one may be exchanged whole: it looks after its own.
-        near = chain[position][0] if all(owner is chain[position][0] for owner, _ in slots) else block
-        plan.guard(near, norm, slots[:1])
+        near = chain[position][0] if all(owner is chain[position][0] for owner, _, _ in taken) else block
+        plan.guard(near, norm, [slot[:2] for slot in taken if slot is not pool])
 
 
 def _has_other_uses(
@@ -223,7 +230,10 @@ def _plan_traced(
         plan.slots += slots
         for norm, pair in matches.items():
             relus = {module_of(block, match.relu) for match in pair}
-            plan.guard(block, norm, [(owner, name) for owner, name in slots if owner._modules[name] in relus])
+            passed = [str(node.target).rpartition(".") for match in pair for node in match.identities]
+            identities = [(block.get_submodule(path), name) for path, _, name in passed]
+            merged = [(owner, name) for owner, name in slots if owner._modules[name] in relus]
+            plan.guard(block, norm, [*identities, *merged])
         return
     pools = {path: value for norm in matches for path, value in plan.pool_guards(block, norm).items()}
     guards = [trace.guards | _built_of(block, through, matches.values()) | pools for trace in traces]

@@ -25,6 +25,17 @@ def changes(block: nn.Module, node: fx.Node, tensor: fx.Node) -> bool:
     )
 
 
+def changed_attribute(block: nn.Module, graph: fx.Graph) -> str | None:
+    """The parameter or buffer that the block's graph changes in place, by itself or by what is made of it alone."""
+    for node in graph.nodes:
+        sources = node.all_input_nodes[:1] if _is_in_place(block, node) else []
+        while len(sources) == 1:
+            if sources[0].op == "get_attr":
+                return str(sources[0].target)
+            sources = sources[0].all_input_nodes
+    return None
+
+
 def _is_in_place(block: nn.Module, node: fx.Node) -> bool:
     if node.op == "call_module":
         module = block.get_submodule(str(node.target))

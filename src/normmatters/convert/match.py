@@ -86,16 +86,11 @@ def match_of(block: nn.Module, graph: fx.Graph, norm: nn.Module) -> Match | str:
 
 def pool_behind(block: nn.Module, match: Match) -> nn.Module | None:
     """The max pool that alone gets the ReLU's output."""
-    node = match.relu
-    while match.add is None and len(node.users) == 1:
-        (user,) = node.users
-        if user.op != "call_module" or user.args != (node,) or user.kwargs:
-            return None
-        module = module_of(block, user)
-        if not is_identity(module):
-            return module if is_pool(module) else None
-        node = user
-    return None
+    users = list(match.relu.users)
+    if match.add is not None or len(users) != 1 or users[0].op != "call_module":
+        return None
+    module = module_of(block, users[0])
+    return module if users[0].args == (match.relu,) and not users[0].kwargs and is_pool(module) else None
 
 
 def rewrite(block: nn.Module, graph: fx.Graph, match: Match, shortcuts: list[nn.Module]) -> None:

@@ -6,7 +6,7 @@ import dis
 import functools
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -41,7 +41,7 @@ def mentioned(block: nn.Module) -> set[nn.Module]:
 def called_elsewhere(block: nn.Module) -> Iterator[set[nn.Module]]:
     """The modules in ``block`` that it calls in each of its public methods that are no part of its forward."""
     modules = {f".{path}": module for path, module in block.named_modules(remove_duplicate=False)}
-    known = _methods(block, "forward")
+    known = _methods(block, "forward", own=True)  # another module may have a method of this name too
     names = {name for cls in type(block).__mro__ for name in vars(cls)}
     for name in names - known.keys():
         if not name.startswith("_") and not hasattr(nn.Module, name):
@@ -56,8 +56,11 @@ def _named(modules: dict[str, nn.Module], path: str, own: bool) -> list[nn.Modul
     return [module for at, module in modules.items() if at.endswith(path)]
 
 
-def _methods(block: nn.Module, name: str, *, private: bool = False) -> dict[str, list[CodeType]]:
-    """The code of the method ``name`` and of all methods of the user's that it leads to, or ``private`` ones alone."""
+def _methods(block: nn.Module, name: str, *, private: bool = False, own: bool = False) -> dict[str, list[CodeType]]:
+    """The code of the method ``name`` and of all methods of the user's that it leads to, or ``private`` ones alone.
+
+    It may lead to any that it names, or, if ``own``, to those that it looks up on the block itself.
+    """
     found: dict[str, list[CodeType]] = {}
     names = [name]
     while names:
@@ -75,9 +78,18 @@ def _methods(block: nn.Module, name: str, *, private: bool = False) -> dict[str,
                 codes += here
                 if not any(name in code.co_names for code in here):  # nor another one's of this name: `super().forward`
                     break
-        others = {other for code in codes for other in code.co_names if other.startswith("_") or not private}
+        selves = {code.co_varnames[0] for code in codes if code.co_varnames}
+        asked = {other for code in codes for other in (_of(selves, code) if own else code.co_names)}
+        others = {other for other in asked if other.startswith("_") or not private}
         names += others - found.keys() - {*names}
     return {name: codes for name, codes in found.items() if codes}
+
+
+def _of(selves: set[str], code: CodeType) -> Iterable[str]:
+    """What is looked up on these variables; behind a ``super()`` that is not known, and may be any name."""
+    if "super" in code.co_names:
+        return code.co_names
+    return [names[0] for start, names, _ in _looked_up(code) if selves.intersection(start)]
 
 
 def _with_inner(code: CodeType) -> Iterator[CodeType]:

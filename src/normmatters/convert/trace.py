@@ -25,11 +25,18 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 
+from normmatters.convert.in_place import changed_attribute
 from normmatters.convert.parts import has_own_call
-from normmatters.convert.value import Untraceable, Value, check_questions
+from normmatters.convert.value import Asked, Untraceable, Value, check_questions
 
 _ALONE = threading.RLock()  # while it traces, torch.fx and `_recorded_reads` change nn.Module itself
 _HOOKS = vars(nn.Module()).keys() - {"_parameters", "_buffers", "_modules"}  # and more that no forward writes to
+
+_QUESTIONS: tuple[tuple[Any, str], ...] = (
+    *((torch, name) for name in ("is_grad_enabled", "is_inference_mode_enabled", "is_autocast_enabled")),
+    *((torch, "get_autocast_dtype"), (torch.jit, "is_tracing"), (torch.compiler, "is_compiling")),
+    *((torch.distributed, name) for name in ("is_initialized", "get_world_size", "get_rank")),
+)
 
 
 @dataclass(frozen=True)
@@ -57,6 +64,7 @@ def trace_block(block: nn.Module, training: bool, inline: set[nn.Module]) -> Tra
         _no_random_numbers(block),
         _no_questions(),
         _recorded_reads(block) as reads,
+        Asked() as asked,
     ):
         tracer = _BlockTracer(block, inline)
         try:
@@ -68,6 +76,10 @@ def trace_block(block: nn.Module, training: bool, inline: set[nn.Module]) -> Tra
             raise Untraceable(first_line) from error
     if tracer.values_are_kept():
         raise Untraceable("its forward keeps a value in an object of its own")
+    if asked.anything:
+        raise Untraceable("its forward asks for what a tensor holds, or for its device or dtype")
+    if changed := changed_attribute(block, graph):  # which a norm may read, whose call may move
+        raise Untraceable(f"its forward sets {changed} on the module")
     for node in graph.nodes:
         node.type = None  # annotations are not needed to run, and may name what cannot be pickled
     return Trace(graph, reads, tracer.called)
@@ -86,6 +98,8 @@ def _check_forward(block: nn.Module) -> None:
 
 
 class _BlockTracer(fx.Tracer):
+    proxy_buffer_attributes = True  # as parameters are: the trace is to read them whenever it runs
+
     def __init__(self, block: nn.Module, inline: set[nn.Module]) -> None:
         super().__init__()
         self.forward = type(block).forward.__code__
@@ -115,10 +129,9 @@ class _BlockTracer(fx.Tracer):
         if self.depth == 0:
             self.called.append(m)
         self.depth += 1
-        try:
-            return super().call_module(m, forward, args, kwargs)
-        finally:
-            self.depth -= 1
+        result = super().call_module(m, forward, args, kwargs)
+        self.depth -= 1
+        return result
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         value = Value(node, self)
@@ -140,9 +153,13 @@ class _BlockTracer(fx.Tracer):
         if _modes() != self.modes:
             raise Untraceable("its forward changes the gradient or autocast mode, or checkpoints activations")
         frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
-            check_questions(frame)
-            frame = None if frame.f_code is self.forward else frame.f_back
+        frames = []
+        while frame is not None and frame.f_code is not self.forward:
+            frames.append(frame)
+            frame = frame.f_back
+        if frame is not None:  # otherwise it is an argument or the result
+            for asking in (*frames, frame):
+                check_questions(asking)
         node = super().create_node(*args, **kwargs)
         node.meta["method"] = self._method()
         return node
@@ -286,25 +303,23 @@ def _drawn_from(value: Any) -> Iterator[tuple[Callable[[], Any], Callable[[Any],
 
 @contextmanager
 def _no_questions() -> Iterator[None]:
-    """Refuse a forward that asks for the mode that it runs in: one answer would hold for all."""
+    """Refuse a forward that asks for what it runs in, a mode or a process group: one answer would hold for all."""
     thread = threading.get_ident()
-    modes = {
-        name: getattr(torch, name) for name in ("is_grad_enabled", "is_inference_mode_enabled", "is_autocast_enabled")
-    }
+    questions = [(home, name, getattr(home, name)) for home, name in _QUESTIONS if hasattr(home, name)]
 
-    def asked(name: str, *arguments: Any) -> Any:
+    def asked(home: Any, name: str, answer: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         asker = str(sys._getframe(1).f_globals.get("__name__"))
         if threading.get_ident() == thread and asker.split(".")[0] != "torch" and asker != __name__:
-            raise Untraceable("its forward asks for the gradient or autocast mode")
-        return modes[name](*arguments)
+            raise Untraceable(f"its forward asks {home.__name__}.{name}()")
+        return answer(*arguments, **named)
 
     try:
-        for name in modes:
-            setattr(torch, name, functools.partial(asked, name))
+        for question in questions:
+            setattr(*question[:2], functools.partial(asked, *question))
         yield
     finally:
-        for name, mode in modes.items():
-            setattr(torch, name, mode)
+        for question in questions:
+            setattr(*question)
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from normmatters.convert.in_place import OPERATORS
 
@@ -62,19 +64,44 @@ for _operator in OPERATORS:
     setattr(Value, f"__{_operator.__name__}__", _in_place(_operator))
 
 
+class Asked(TorchFunctionMode):
+    """Notes whether anything is asked of tensors alone: what they hold, their devices and dtypes may change.
+
+    The module's parameters and buffers are symbolic themselves; tensors are those of a plain attribute (``self.step``),
+    of ``self.parameters()``, and new ones.
+    """
+
+    anything = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {type(leaf) for leaf in tree_leaves((args, kwargs))}
+        if Value not in given and any(issubclass(kind, Tensor) for kind in given):
+            self.anything = True
+        return func(*args, **(kwargs or {}))
+
+
 def check_questions(frame: FrameType) -> None:
     """Refuse a function that asks its variables what no object can be made to answer: ``x is None``, ``type(x)``.
 
-    A value that the block computes is a tensor, but one that it is given may well be None.
+    A value that the block computes is a tensor, but one that it is given may well be None. Nor is there a ``with`` in a
+    graph, which may change nothing while tracing (autocast that is off already), or a ``try``.
     """
-    if _name(frame).split(".")[0] == "torch":
+    if _name(frame).split(".")[0] == "torch" and not frame.f_code.co_name.startswith("decorate_"):  # by a context
         return
+    if _guarded(frame.f_code):
+        raise Untraceable("its forward has a `with` or a `try`, which a graph has not")
     for name, question in _asked(frame.f_code):
         value = frame.f_locals.get(name)
         if type(value) is Value and question == "type":
             raise Untraceable(TYPE)
         if type(value) is Value and value.node.op == "placeholder":
             raise Untraceable(f"its forward asks whether {name!r} is None")
+
+
+@functools.lru_cache(1024)
+def _guarded(code: CodeType) -> bool:
+    """Whether a function does something when an error occurs: a ``with`` or a ``try``."""
+    return any(step.opname == "PUSH_EXC_INFO" for step in dis.get_instructions(code))
 
 
 @functools.lru_cache(1024)
