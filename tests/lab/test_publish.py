@@ -11,8 +11,10 @@ from lab_runs import small_run
 from synthetic_runs import write_run
 
 from markdown_pages import ROOT
+from normmatters.lab.config import from_dict
 from normmatters.lab.publish import END, publish, redraw
 from normmatters.lab.report import collect, judge_all
+from normmatters.lab.reproduce import run_folder
 from normmatters.lab.trainer import train
 
 
@@ -135,6 +137,19 @@ def test_a_label_may_hold_any_sign(tmp_path: Path) -> None:
     assert run.config["label"] == label
     redraw(tmp_path / "results")
     assert "| mine | \\|w\\|" in (tmp_path / "results" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("name", ["..", "../../elsewhere", "/etc", "a\\b", ""])
+def test_a_name_that_leads_elsewhere_is_refused(tmp_path: Path, name: str) -> None:
+    """A run folder, or a config, may be somebody else's."""
+    folder = write_run(tmp_path / "runs", "fig1/wd_on")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"experiment": name}))
+    with pytest.raises(ValueError, match="experiment names a folder"):
+        publish([tmp_path / "runs"], tmp_path / "results" / "quick")
+    assert [p.name for p in tmp_path.iterdir()] == ["runs"]
+    with pytest.raises(ValueError, match="cell names a folder"):
+        run_folder(tmp_path, from_dict(config | {"cell": name}))
 
 
 def test_a_damaged_run_leaves_every_page_as_it_was(tmp_path: Path) -> None:

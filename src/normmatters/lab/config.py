@@ -177,6 +177,14 @@ class RunConfig:
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
 
 
+def cell_folder(above: Path, config: RunConfig) -> Path:
+    """``above/experiment/cell``. Names that lead elsewhere are refused: a config may be somebody else's."""
+    for name, value in (("experiment", config.experiment), ("cell", config.cell)):
+        if value in ("", ".", "..") or {*value} & {*"/\\\0"}:
+            raise ValueError(f"{name} names a folder: expected one without / and \\, and not '..', got {value!r}")
+    return above / config.experiment / config.cell
+
+
 def read_toml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     """A file's table. ``extends = "other.toml"`` (relative) takes that file's values where this one has none."""
     path = path.resolve()

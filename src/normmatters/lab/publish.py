@@ -50,7 +50,7 @@ def publish(runs: Iterable[str | Path], out: str | Path) -> list[Path]:
         if presets and out.name in PRESETS and out.name not in presets:
             preset = " or ".join(presets)
             raise ValueError(f"{run.path} is of the preset {preset}, not {out.name}: publish it with --preset {preset}")
-    files = {run.path: published_file(out, run.cell_id, run.seed) for run in chosen}
+    files = {run.path: published_file(out, run.settings) for run in chosen}
     kept = {
         folder: [(file, read_published(file).settings) for file in sorted(folder.glob(f"*{PUBLISHED}"))]
         for folder in {file.parent for file in files.values()}

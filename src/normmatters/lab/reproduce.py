@@ -66,7 +66,7 @@ class Job:
 
 def run_folder(out: Path, config: RunConfig) -> Path:
     """``out/experiment/cell/seedN``: where ``reference`` finds its neighbour."""
-    return out / config.experiment / config.cell / f"seed{config.seed}"
+    return _config.cell_folder(out, config) / f"seed{config.seed}"
 
 
 def plan(
@@ -138,7 +138,7 @@ def plan(
 def _skip_published(jobs: list[Job], results: Path) -> None:
     waiting = [job for job in jobs if job.state == "waiting"]
     for job in waiting:
-        file = published_file(results, f"{job.config.experiment}/{job.config.cell}", job.seed)
+        file = published_file(results, job.config)
         if not file.exists():
             continue
         if differs := _config.differences(read_published(file).settings, job.config):

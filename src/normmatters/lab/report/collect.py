@@ -268,9 +268,9 @@ PUBLISHED = ".run.jsonl"
 """How the name of a published run ends: its config, environment, epochs, and summary or error, a line each."""
 
 
-def published_file(results: Path, id: str, seed: int) -> Path:
+def published_file(results: Path, config: _config.RunConfig) -> Path:
     """Where ``publish`` keeps this run of a cell."""
-    return results / id / f"seed{seed}{PUBLISHED}"
+    return _config.cell_folder(results, config) / f"seed{config.seed}{PUBLISHED}"
 
 
 def read_published(path: Path) -> Run:
