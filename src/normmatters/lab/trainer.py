@@ -95,6 +95,8 @@ def train(
                     if shard.rank == 0 and not resume:  # not before: a misspelt --data-dir must not cost a finished run
                         folder.clear()
                         folder.start(config, device)
+                        if isinstance(run.data, TextData):
+                            run.data.save_tokenizer(folder.path)
                     start = run.resume()
                 with gpu.together():
                     try:
@@ -286,8 +288,6 @@ class _Run:
         if state is None:
             if self.shard.rank == 0:
                 self.folder.rewrite([])
-                if isinstance(self.data, TextData):
-                    self.data.save_tokenizer(self.folder.path)
             return 0
         if not isinstance(state, dict) or state.get("config") != config_hash(self.config):
             raise RunError("checkpoint", f"the checkpoint in {self.folder.checkpoints} is of another config")
