@@ -1,4 +1,4 @@
-"""The public API is what `tests/api.txt` says, and importing it is quick."""
+"""The public API is what `tests/support/api.txt` says, and importing it is quick."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import normmatters as nm
-import public_api
+from support import public_api
 
 _IMPORT = """
 import time
@@ -29,7 +29,7 @@ def test_the_api_is_the_one_that_was_agreed_on() -> None:
     assert now == agreed, "\n".join(
         [
             "The public API has changed. If that is meant, say so in CHANGELOG.md (a name that is gone or takes other",
-            "arguments breaks programs: raise the version as SemVer asks) and run: python tests/public_api.py",
+            "arguments breaks programs: raise the version as SemVer asks) and run: python tests/support/public_api.py",
             *changes,
         ]
     )

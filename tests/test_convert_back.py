@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn.utils import fusion, parametrize
 from torch.testing import assert_close
 
-from models import NETS, BatchNormAct2d, HandWritten, ResNet, TimmResNet, assert_same_step, batch, make, regnet, vgg_bn
 from normmatters.convert import ConversionReport, convert, fold, to_torch
 from normmatters.convert.back import BatchNormReLU1d, BatchNormReLU2d
 from normmatters.nn.batchnorm import L1BatchNorm1d, L1BatchNorm2d, LpBatchNorm2d, MeanOnlyBatchNorm2d
@@ -20,6 +19,18 @@ from normmatters.nn.batchnorm_act import LpBatchNormAct2d
 from normmatters.nn.layernorm import L1LayerNorm, L1RMSNorm, LpLayerNorm
 from normmatters.nn.sync import SyncLpBatchNorm, convert_sync_batchnorm
 from normmatters.weight_norm import apply_weight_norm
+from support.models import (
+    NETS,
+    BatchNormAct2d,
+    HandWritten,
+    ResNet,
+    TimmResNet,
+    assert_same_step,
+    batch,
+    make,
+    regnet,
+    vgg_bn,
+)
 
 
 @pytest.mark.parametrize("name", NETS)

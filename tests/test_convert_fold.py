@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 import normmatters as nm
-from models import Bottleneck, ResNet, vgg_bn
 from normmatters.nn.batchnorm_act import LpBatchNormAct2d
+from support.models import Bottleneck, ResNet, vgg_bn
 
 NORMS: dict[str, Callable[..., nn.Module]] = {
     "l1": nm.L1BatchNorm2d,

@@ -11,7 +11,10 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from blocks import (
+from normmatters.convert import ConversionReport, convert, to_torch
+from normmatters.convert.fused import FusedBlock, FusedReLU, norm_add_relu
+from normmatters.nn.sync import convert_sync_batchnorm
+from support.blocks import (
     AddInto,
     AddIntoShortcut,
     AddItself,
@@ -55,10 +58,7 @@ from blocks import (
     UsedTwice,
     ViewChangedBeforeAdd,
 )
-from models import BasicBlock, HandWrittenBlock, RegNetBlock, ResNet, vgg_bn
-from normmatters.convert import ConversionReport, convert, to_torch
-from normmatters.convert.fused import FusedBlock, FusedReLU, norm_add_relu
-from normmatters.nn.sync import convert_sync_batchnorm
+from support.models import BasicBlock, HandWrittenBlock, RegNetBlock, ResNet, vgg_bn
 
 
 def fusion_of(block: nn.Module, name: str = "bn") -> tuple[str, str]:

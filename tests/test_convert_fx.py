@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, fx, nn
 
 import normmatters as nm
-from models import NETS, assert_same_step, batch, make
 from normmatters.convert import convert, fold, to_torch
 from normmatters.nn.batchnorm_act import LpBatchNormAct2d
+from support.models import NETS, assert_same_step, batch, make
 
 
 @pytest.mark.parametrize("fuse", [True, False])

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from models import assert_same_step
 from normmatters.convert import ConversionReport, convert, fold, to_torch
 from normmatters.nn.sync import convert_sync_batchnorm
+from support.models import assert_same_step
 
 
 def conv_norm() -> list[nn.Module]:

@@ -15,10 +15,10 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 from torch.testing import assert_close
 
-from models import BasicBlock, ResNet
 from normmatters.convert import convert, fold, to_torch
 from normmatters.convert.fused import FusedBlock, LinkedSequential
 from normmatters.nn import L1BatchNorm2d
+from support.models import BasicBlock, ResNet
 
 ERROR = r".*, but was .* when normmatters\.convert fused this block: set it before converting or after to_torch"
 

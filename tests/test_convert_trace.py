@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from blocks import Block
 from normmatters.convert import ConversionReport, convert, fold
 from normmatters.convert.fused import FusedBlock
 from normmatters.precision import arithmetic
+from support.blocks import Block
 
 
 def left_alone(make: Callable[[], Any], reason: str) -> tuple[Any, Any]:

@@ -11,12 +11,12 @@ import pytest
 import torch
 from typer.main import get_command
 
-from markdown_pages import PAGES, ROOT, blocks, name, read, spans
 from normmatters import bench
 from normmatters.bench.__main__ import main as bench_main
 from normmatters.cli import app
 from normmatters.kernels import backends
 from normmatters.lab.experiments import PRESETS, experiment_names, load_cell
+from support.markdown_pages import PAGES, ROOT, blocks, name, read, spans
 
 # A page about one of these is skipped where it is not installed; that anything else is missing is an error.
 OPTIONAL = {

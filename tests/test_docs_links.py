@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import normmatters as nm
-from markdown_pages import PAGES, ROOT, anchors, links, name, read
+from support.markdown_pages import PAGES, ROOT, anchors, links, name, read
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)

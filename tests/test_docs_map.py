@@ -11,8 +11,8 @@ from types import ModuleType
 import pytest
 
 import normmatters as nm
-from markdown_pages import ROOT, links, name, read
 from normmatters.lab.claims import CLAIMS
+from support.markdown_pages import ROOT, links, name, read
 
 DOCS = ROOT / "docs"
 README = read(ROOT / "README.md")

@@ -11,7 +11,7 @@ from urllib.parse import unquote
 
 import pytest
 
-from markdown_pages import ROOT
+from support.markdown_pages import ROOT
 
 
 def test_site_builds_without_a_warning(tmp_path: Path) -> None:

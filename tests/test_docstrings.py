@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import normmatters as nm
-import public_api
+from support import public_api
 
 MODULES = ["normmatters", *sorted(info.name for info in pkgutil.walk_packages(nm.__path__, "normmatters."))]
 MODULES = [name for name in MODULES if not name.endswith("__main__")]  # that would run the command

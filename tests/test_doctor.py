@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 import normmatters as nm
-from models import ResNet, batch
 from normmatters.doctor import Spread, diagnose
 from normmatters.kernels import backends
 from normmatters.tails import tails
+from support.models import ResNet, batch
 
 
 def small() -> nn.Sequential:

@@ -13,11 +13,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import normmatters
-from markdown_pages import ROOT, blocks, read
 from normmatters import functional, precision
 from normmatters.nn.batchnorm import LpBatchNorm1d, LpBatchNorm2d, TopKBatchNorm1d
 from normmatters.nn.layernorm import L1LayerNorm
 from normmatters.precision import rounding
+from support.markdown_pages import ROOT, blocks, read
 
 EPS16, EPS32 = torch.finfo(torch.float16).eps, torch.finfo(torch.float32).eps
 KINDS = [(1, None), (2, None), (math.inf, None), (math.inf, 4), ("range", None), ("mean", None)]

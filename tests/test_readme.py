@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from markdown_pages import PAGES, ROOT, name, read
 from normmatters import bench
 from normmatters.bench import report
+from support.markdown_pages import PAGES, ROOT, name, read
 from test_docs_blocks import run_blocks
 
 README = ROOT / "README.md"

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import normmatters as nm
-from models import ResNet, batch
 from normmatters.kernels import backends, dispatch
 from normmatters.saved_bytes import Ghosts, Kept
+from support.models import ResNet, batch
 
 
 def really_kept(model: nn.Module, *inputs: Tensor) -> int:

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-import oracle
-import tolerances
 from normmatters.functional import hand_derived, lp_batch_norm, pieces
 from normmatters.nn import LpBatchNorm1d
+from support import oracle, tolerances
 
 SHAPES = [(7, 3), (4, 3, 5), (3, 2, 4, 5), (2, 3, 2, 3, 2)]
 

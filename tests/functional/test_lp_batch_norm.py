@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-import oracle
-import tolerances
 from normmatters.constants import gaussian_scale
 from normmatters.functional import lp_batch_norm
+from support import oracle, tolerances
 
 SHAPES = [(7, 3), (4, 3, 5), (3, 2, 4, 5), (2, 3, 2, 3, 2)]
 

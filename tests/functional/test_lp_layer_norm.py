@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-import oracle
-import tolerances
 from normmatters.constants import gaussian_scale
 from normmatters.functional import lp_layer_norm, lp_rms_norm
+from support import oracle, tolerances
 
 NORMS = [(1, None), (2, None), (1.5, None), (math.inf, None)]
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from normmatters.kernels import backends
-from quick_interpreter import quicken
+from support.quick_interpreter import quicken
 
 if not torch.cuda.is_available():
     quicken()

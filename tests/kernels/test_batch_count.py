@@ -8,10 +8,9 @@ from torch import nn
 
 pytest.importorskip("triton")
 
-from batch_norm_cases import DEVICE, KINDS, LAYOUTS, made
-
 from normmatters.kernels import dispatch
 from normmatters.nn.batchnorm import L1BatchNorm2d, LpBatchNorm2d
+from support.batch_norm_cases import DEVICE, KINDS, LAYOUTS, made
 
 SHAPE = (5, 3, 2, 3)
 

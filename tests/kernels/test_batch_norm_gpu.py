@@ -11,7 +11,10 @@ from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("triton")
 
-from batch_norm_cases import (
+from normmatters.kernels import backends, dispatch
+from normmatters.nn.batchnorm import L1BatchNorm2d, LpBatchNorm2d, RangeBatchNorm2d, TopKBatchNorm2d
+from support import tolerances
+from support.batch_norm_cases import (
     DEVICE,
     EPS,
     KINDS,
@@ -25,11 +28,7 @@ from batch_norm_cases import (
     off_the_fence,
     plant_extremes,
 )
-from gpu_steps import check_cuda_graph, equal, step
-
-import tolerances
-from normmatters.kernels import backends, dispatch
-from normmatters.nn.batchnorm import L1BatchNorm2d, LpBatchNorm2d, RangeBatchNorm2d, TopKBatchNorm2d
+from support.gpu_steps import check_cuda_graph, equal, step
 
 pytestmark = [
     pytest.mark.gpu,

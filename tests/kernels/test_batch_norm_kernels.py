@@ -9,7 +9,12 @@ import torch
 
 pytest.importorskip("triton")
 
-from batch_norm_cases import (
+from normmatters.functional import lp_batch_norm
+from normmatters.kernels import dispatch
+from normmatters.kernels.triton import batch_norm_statistics as kernels
+from normmatters.kernels.triton.layout import view_of
+from support import tolerances
+from support.batch_norm_cases import (
     DEVICE,
     EPS,
     KINDS,
@@ -23,12 +28,6 @@ from batch_norm_cases import (
     plant_extremes,
     uses_pilot,
 )
-
-import tolerances
-from normmatters.functional import lp_batch_norm
-from normmatters.kernels import dispatch
-from normmatters.kernels.triton import batch_norm_statistics as kernels
-from normmatters.kernels.triton.layout import view_of
 
 ODD, EVEN = (9, 3, 2, 3), (8, 4, 2, 4)  # rows and columns that do not, or do, fill the tiles of ``small_tiles``
 MEMORY = [*((kind, "exact") for kind in KINDS), ("l1", "lean")]

@@ -11,12 +11,11 @@ from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("triton")
 
-from batch_norm_cases import DEVICE, EPS, KINDS, LAYOUTS, affine, check, fused, made
-
 from normmatters.functional import lp_batch_norm
 from normmatters.functional.statistic import scale_constant
 from normmatters.kernels import dispatch, ops  # noqa: F401 (registers the operators)
 from normmatters.nn.batchnorm import L1BatchNorm2d, MeanOnlyBatchNorm2d, TopKBatchNorm2d
+from support.batch_norm_cases import DEVICE, EPS, KINDS, LAYOUTS, affine, check, fused, made
 
 SHAPE = (5, 3, 2, 3)
 

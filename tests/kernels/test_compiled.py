@@ -15,12 +15,11 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 pytest.importorskip("triton")
 
-from batch_norm_cases import DEVICE, EPS, made
-
 from normmatters import convert
 from normmatters.bench import peers
 from normmatters.kernels import ops  # noqa: F401 (registers the operators)
 from normmatters.nn import L1BatchNorm2d, L1LayerNorm, RangeBatchNorm2d, TopKBatchNorm2d
+from support.batch_norm_cases import DEVICE, EPS, made
 
 SHAPE = (4, 3, 4, 5)
 

@@ -18,11 +18,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 from torch.utils._pytree import tree_map_only
 
-import tolerances
+from support import tolerances
 
 pytest.importorskip("triton")
-
-from batch_norm_cases import DEVICE, EPS, KINDS
 
 from normmatters import precision
 from normmatters.functional import lp_batch_norm, lp_layer_norm
@@ -30,6 +28,7 @@ from normmatters.kernels import backends, dispatch
 from normmatters.kernels.triton import batch_norm_statistics as kernels
 from normmatters.kernels.triton import layout
 from normmatters.nn import L1BatchNorm1d, L1LayerNorm, L1RMSNorm
+from support.batch_norm_cases import DEVICE, EPS, KINDS
 
 X = torch.randn(6, 3, 4, generator=torch.Generator().manual_seed(0)).to(DEVICE)  # a module is read before any seed
 

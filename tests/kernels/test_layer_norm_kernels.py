@@ -10,13 +10,13 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-import tolerances
 from normmatters.functional import lp_layer_norm, lp_rms_norm
 from normmatters.functional.statistic import scale_constant
 from normmatters.kernels import layer_norm_ops
 from normmatters.kernels.layer_norm_ops import layer_norm
 from normmatters.kernels.triton import layer_norm as kernels
 from normmatters.kernels.triton.layer_norm_tiling import Tiling, Tuning, forward_tuning, tiling_of
+from support import tolerances
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KINDS = {"l1": 1, "l2": 2}

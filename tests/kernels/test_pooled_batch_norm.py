@@ -12,15 +12,14 @@ from torch.nn import functional as F
 
 pytest.importorskip("triton")
 
-from batch_norm_cases import DEVICE, EPS, made
-from pooled_cases import check, few_values, parameters, pooled
-
 from normmatters import precision
 from normmatters.functional.statistic import scale_constant
 from normmatters.kernels import dispatch, pooled_ops  # noqa: F401 (registers the operators)
 from normmatters.kernels.triton import pooled_batch_norm as kernels
 from normmatters.kernels.triton.layout import Tiling
 from normmatters.nn.batchnorm import L1BatchNorm2d
+from support.batch_norm_cases import DEVICE, EPS, made
+from support.pooled_cases import check, few_values, parameters, pooled
 
 
 @pytest.fixture

@@ -11,14 +11,13 @@ from torch.nn import functional as F
 
 pytest.importorskip("triton")
 
-from batch_norm_cases import DEVICE, made
-from gpu_steps import check_cuda_graph, equal, step
-from pooled_cases import check, compare_pooled, few_values, off_the_fence, parameters, pooled
-
-import tolerances
 from normmatters.convert import convert
 from normmatters.kernels import dispatch
 from normmatters.nn.batchnorm import L1BatchNorm2d
+from support import tolerances
+from support.batch_norm_cases import DEVICE, made
+from support.gpu_steps import check_cuda_graph, equal, step
+from support.pooled_cases import check, compare_pooled, few_values, off_the_fence, parameters, pooled
 
 pytestmark = [
     pytest.mark.gpu,

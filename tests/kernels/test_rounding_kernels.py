@@ -14,9 +14,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytest.importorskip("triton")
 
-from batch_norm_cases import DEVICE
-from gpu_steps import check_cuda_graph
-
 from normmatters import precision
 from normmatters.kernels import backends
 from normmatters.kernels.triton import tree_mean
@@ -25,6 +22,8 @@ from normmatters.kernels.triton.rounding import FORMATS
 from normmatters.nn.batchnorm import LpBatchNorm2d
 from normmatters.nn.layernorm import L1LayerNorm
 from normmatters.precision import rounding
+from support.batch_norm_cases import DEVICE
+from support.gpu_steps import check_cuda_graph
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning")
 

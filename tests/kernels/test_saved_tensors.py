@@ -14,12 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
-from batch_norm_cases import DEVICE, made
-
 from normmatters import L1BatchNorm2d, L1BatchNorm3d, L1LayerNorm, L1RMSNorm, LpBatchNorm2d, MeanOnlyBatchNorm2d
 from normmatters.functional import bounded_weight
 from normmatters.nn import twin
 from normmatters.weight_norm import apply_weight_norm
+from support.batch_norm_cases import DEVICE, made
 
 
 class Watching(TorchDispatchMode):

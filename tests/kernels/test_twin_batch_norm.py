@@ -10,13 +10,12 @@ from torch import Tensor, nn
 
 pytest.importorskip("triton")
 
-from batch_norm_cases import DEVICE, EPS, affine, made
-from twin_cases import Norm, check, fused
-
 from normmatters.functional.statistic import scale_constant
 from normmatters.kernels import ops, twin_ops  # noqa: F401 (registers the operators)
 from normmatters.kernels.triton import batch_norm_small, batch_norm_statistics
 from normmatters.nn import L1BatchNorm2d, twin
+from support.batch_norm_cases import DEVICE, EPS, affine, made
+from support.twin_cases import Norm, check, fused
 
 ODD, EVEN = (9, 3, 2, 3), (8, 4, 2, 4)  # rows and columns that do not, or do, fill the tiles of ``small_tiles``
 SHAPE = (5, 3, 2, 3)

@@ -10,12 +10,11 @@ from torch import Tensor, nn
 
 pytest.importorskip("triton")
 
-from batch_norm_cases import DEVICE, LAYOUTS, affine, made
-from gpu_steps import check_cuda_graph, step
-from twin_cases import Norm, check, fused
-
 from normmatters.convert import convert
 from normmatters.nn import L1BatchNorm2d, twin
+from support.batch_norm_cases import DEVICE, LAYOUTS, affine, made
+from support.gpu_steps import check_cuda_graph, step
+from support.twin_cases import Norm, check, fused
 
 pytestmark = [
     pytest.mark.gpu,

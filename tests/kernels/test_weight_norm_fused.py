@@ -14,11 +14,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 pytest.importorskip("triton")
 
-from weight_norm_cases import DEVICE, ORDERS, close
-
 from normmatters.functional import bounded_weight
 from normmatters.weight_norm import apply_weight_norm, classic_weight_norm, fuse, fused, remove_weight_norm, unfuse
 from normmatters.weight_norm.parametrized import v_and_rho
+from support.weight_norm_cases import DEVICE, ORDERS, close
 
 
 class Net(nn.Module):

@@ -10,12 +10,11 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from weight_norm_cases import DEVICE, ORDERS, close
-
-import tolerances
 from normmatters.functional import bounded_weight
 from normmatters.functional.weight import slice_norm
 from normmatters.kernels import weight_norm_ops as ops
+from support import tolerances
+from support.weight_norm_cases import DEVICE, ORDERS, close
 
 
 def tensors() -> list[Tensor]:

@@ -13,9 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("triton")
 
-from weight_norm_cases import DEVICE
-
 from normmatters.weight_norm import apply_weight_norm
+from support.weight_norm_cases import DEVICE
 
 BATCH = torch.linspace(-2, 2, 2 * 3 * 36).sin().view(2, 3, 6, 6).to(DEVICE)
 

@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from rich.console import Console
-from synthetic_runs import write_run
 
 from normmatters import cli
 from normmatters.lab.config import to_json
 from normmatters.lab.progress import RunsView
 from normmatters.lab.reproduce import Job, Runner, plan
+from support.synthetic_runs import write_run
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb"}
 

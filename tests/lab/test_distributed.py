@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lab_runs import rows, small_run
 
 from normmatters.lab.config import to_json
 from normmatters.lab.trainer import train
+from support.lab_runs import rows, small_run
 
 RUNS = {
     "images": small_run(

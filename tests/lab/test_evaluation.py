@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from fake_graphs import FakeGraphs
-from lab_runs import small_run
 from torch import Tensor
 
 from normmatters.lab.config import RunConfig
@@ -16,6 +14,8 @@ from normmatters.lab.graph import step_graphs
 from normmatters.lab.models import build_model
 from normmatters.lab.objective import Classification
 from normmatters.lab.step import Arithmetic, Evaluation
+from support.fake_graphs import FakeGraphs
+from support.lab_runs import small_run
 
 
 def looks(config: RunConfig, device: torch.device, graphs: Any) -> list[Tensor]:

@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 import torch
-from fake_graphs import FakeGraphs, use_fake_graphs
-from lab_runs import rows
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from normmatters.lab import graph, step, trainer, worker
 from normmatters.lab.gate import Gate
 from normmatters.lab.reproduce import Job, Runner, plan
 from normmatters.lab.trainer import train
+from support.fake_graphs import FakeGraphs, use_fake_graphs
+from support.lab_runs import rows
 
 MICRO = ["optim.epochs=2", "data.train_size=160", "data.val_size=100", "optim.milestones=[1]", "runtime.threads=1"]
 

@@ -7,15 +7,15 @@ import shutil
 from pathlib import Path
 
 import pytest
-from lab_runs import small_run
-from synthetic_runs import write_run
 
-from markdown_pages import ROOT
 from normmatters.lab.config import from_dict
 from normmatters.lab.publish import END, publish, redraw
 from normmatters.lab.report import collect, judge_all
 from normmatters.lab.reproduce import run_folder
 from normmatters.lab.trainer import train
+from support.lab_runs import small_run
+from support.markdown_pages import ROOT
+from support.synthetic_runs import write_run
 
 
 def test_a_published_run_is_the_run(tmp_path: Path) -> None:

@@ -12,12 +12,12 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from synthetic_runs import write_all, write_run
 
 from normmatters.lab.config import to_json
 from normmatters.lab.experiments import load_cell
 from normmatters.lab.report import collect, write_report
 from normmatters.lab.report.collect import describe, differences
+from support.synthetic_runs import write_all, write_run
 
 
 def test_an_experiment_of_borrowed_cells_alone_is_not_shown(tmp_path: Path) -> None:

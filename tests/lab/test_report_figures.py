@@ -8,12 +8,12 @@ import warnings
 from pathlib import Path
 
 import pytest
-from synthetic_runs import write_run
 
 from normmatters.lab.paper import EXPERIMENTS
 from normmatters.lab.report import collect, write_report
 from normmatters.lab.report.figures import Chart, Series, legend_key, png, svg
 from normmatters.lab.report.html import charts, slots
+from support.synthetic_runs import write_run
 
 
 def test_a_panel_with_nothing_of_its_own_is_not_drawn(tmp_path: Path) -> None:

@@ -8,12 +8,12 @@ import re
 from pathlib import Path
 
 import pytest
-from synthetic_runs import write_run
 
 from normmatters.lab.claims import CLAIMS, Claim
 from normmatters.lab.experiments import PRESETS, load_cell
 from normmatters.lab.report import collect, judge_all, write_report
 from normmatters.lab.report.judge import judge
+from support.synthetic_runs import write_run
 
 EQUAL = Claim("E2", "equal", "equal", "fig2/resnet18_l1", "fig2/resnet18_l2", 0.3)
 BETTER = Claim("E2", "better", "better", "fig2/resnet18_l1", "fig2/resnet18_l2")

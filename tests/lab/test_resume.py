@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lab_runs import rows, small_run
 from safetensors.torch import load_file
 
 from normmatters.lab import checkpoint
@@ -22,6 +21,7 @@ from normmatters.lab.config import to_json
 from normmatters.lab.regimes import Regime, _optimizer
 from normmatters.lab.runlog import RunError
 from normmatters.lab.trainer import train
+from support.lab_runs import rows, small_run
 
 MODES: dict[str, dict[str, Any]] = {
     "step": {"runtime": {"record": "step"}},

@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from fake_graphs import FakeGraphs, use_fake_graphs
-from lab_runs import rows
 from torch import Tensor, nn
 
 from normmatters.lab import trainer
@@ -23,6 +21,8 @@ from normmatters.lab.models.transformer import Attention
 from normmatters.lab.objective import Translation
 from normmatters.lab.reproduce import Job, Runner
 from normmatters.lab.trainer import train
+from support.fake_graphs import FakeGraphs, use_fake_graphs
+from support.lab_runs import rows
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from lab_runs import rows, small_run
 
 from normmatters.lab import runlog
 from normmatters.lab.config import OptimConfig, RunConfig
@@ -23,6 +22,7 @@ from normmatters.lab.regimes import _optimizer, build_regime, find_invariant, lr
 from normmatters.lab.runlog import RunError, RunResult, has_results, read_json
 from normmatters.lab.trainer import train
 from normmatters.optim.recording import Recording
+from support.lab_runs import rows, small_run
 
 
 def test_a_run_learns_and_its_folder_tells_all(tmp_path: Path) -> None:

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lab_runs import rows, small_run
 
 from normmatters.lab import worker
 from normmatters.lab.config import RunConfig, from_dict
 from normmatters.lab.reproduce import Runner, plan
 from normmatters.lab.trainer import RunError, train
 from normmatters.lab.worker import Workers, shares_a_process
+from support.lab_runs import rows, small_run
 
 MICRO = ["optim.epochs=2", "data.train_size=120", "data.val_size=200", "optim.milestones=[1]", "runtime.threads=1"]
 

@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
-import oracle
-import tolerances
 from normmatters import nn as ours
 from normmatters.functional import lp_batch_norm
 from normmatters.nn.batchnorm_act import LpBatchNormAct2d
+from support import oracle, tolerances
 
 RANKS = {"1d": (6, 3, 4), "2d": (6, 3, 2, 4), "3d": (6, 3, 2, 2, 3)}
 FAMILIES: dict[str, tuple[float | str, int | None]] = {

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.testing._internal.common_modules import module_db
 
-import tolerances
 from normmatters.nn import LpBatchNorm1d, LpBatchNorm2d, LpBatchNorm3d, LpLayerNorm
+from support import tolerances
 
 # To import PyTorch's tests forbids the whole process to set cuDNN's switches, which the lab's tests do on a GPU.
 torch.backends.disable_global_flags.__globals__["__allow_nonbracketed_mutation_flag"] = True

@@ -5,7 +5,6 @@ import io
 
 import pytest
 import torch
-from digits import IMAGES, LABELS, backward, digit_net, split, train
 from torch import Tensor, nn
 
 from normmatters.optim import _common, multi_tensor
@@ -13,7 +12,8 @@ from normmatters.optim._rows import angular_update, channel_norms
 from normmatters.optim.angular import Angular, AngularSGD
 from normmatters.optim.equilibrium import adamw_equilibrium_angle, equilibrium_angle
 from normmatters.optim.multi_tensor import ChannelTurner, Momentum, rotate_channel_
-from quick_interpreter import quicken
+from support.digits import IMAGES, LABELS, backward, digit_net, split, train
+from support.quick_interpreter import quicken
 
 FLOAT64 = 1e-12  # a few hundred roundings of float64
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from optim_nets import INVARIANT, batch, convnet, directions, groups, train
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import MultiStepLR, StepLR
 
@@ -23,6 +22,7 @@ from normmatters.optim import (
     correction,
     scale_invariant_parameters,
 )
+from support.optim_nets import INVARIANT, batch, convnet, directions, groups, train
 
 STEPS, DROP = 300, 150
 

@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from digits import backward, digit_net, direction_error, split, train
 from torch import Tensor, nn
 
 from normmatters.optim._rows import angular_update, channel_norms
@@ -20,6 +19,7 @@ from normmatters.optim.equilibrium import (
 )
 from normmatters.optim.recipe import Recipe, explain, render
 from normmatters.optim.weight_decay_free import next_alpha_kappa
+from support.digits import backward, digit_net, direction_error, split, train
 
 
 def batches(count: int, size: int = 16, seed: int = 9) -> Tensor:

@@ -6,10 +6,10 @@ import math
 
 import pytest
 import torch
-from optim_nets import NO_EPS
 from torch.nn.functional import batch_norm
 
 from normmatters.optim import angular_update, channel_norms, effective_step_size
+from support.optim_nets import NO_EPS
 
 
 def loss_of(w: torch.Tensor, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from optim_nets import INVARIANT, batch, convnet
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm, relu
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
@@ -17,6 +16,7 @@ from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from normmatters import precision
 from normmatters.optim import scale_invariant_parameters, split_parameters
 from normmatters.optim.invariance import _bisect
+from support.optim_nets import INVARIANT, batch, convnet
 
 
 class Zoo(nn.Module):

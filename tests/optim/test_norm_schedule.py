@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from optim_nets import INVARIANT, batch, convnet, directions, groups, train
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, MultiStepLR, SequentialLR
 
 from normmatters.optim import Angular, NormRecorder, NormSchedule, Recording, channel_norms, scale_invariant_parameters
+from support.optim_nets import INVARIANT, batch, convnet, directions, groups, train
 
 Build = Callable[[Optimizer], LRScheduler]
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from optim_nets import INVARIANT, batch, convnet, groups, train
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.optim.lr_scheduler import MultiStepLR
@@ -32,6 +31,7 @@ from normmatters.optim import (
 )
 from normmatters.optim import recorder as recorder_module
 from normmatters.weight_norm import bounded_weight_norm
+from support.optim_nets import INVARIANT, batch, convnet, groups, train
 
 
 def sgd(model: nn.Module, **options: Any) -> torch.optim.SGD:

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from optim_nets import INVARIANT, convnet, groups, train
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, ReduceLROnPlateau
@@ -36,6 +35,7 @@ from normmatters.optim import (
     steps_to_equilibrium,
 )
 from normmatters.optim._rows import resolve
+from support.optim_nets import INVARIANT, convnet, groups, train
 
 
 def weight(*shape: int) -> nn.Parameter:

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import prune
 
 from normmatters.optim import Angular, AngularSGD, channel_norms, multi_tensor
-from quick_interpreter import quicken
+from support.quick_interpreter import quicken
 
 
 @pytest.mark.parametrize("dim", [0, 1, None])

@@ -7,13 +7,13 @@ import math
 
 import pytest
 import torch
-from digits import IMAGES, backward, digit_net, direction_error, split, train
 from torch import nn
 
 from normmatters.optim import _common
 from normmatters.optim._decay_free import RESCALE_AT
 from normmatters.optim.weight_decay_free import WeightDecayFreeSGD, largest_decay, next_alpha_kappa
 from normmatters.optim.weight_decay_free_adamw import WeightDecayFreeAdamW
+from support.digits import IMAGES, backward, digit_net, direction_error, split, train
 
 # Rounding of float64 grows over 500 steps of a chaotic map; it stays far below this, and a wrong formula far above.
 EXACT = 1e-10

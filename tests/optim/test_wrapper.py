@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from optim_nets import batch, convnet, groups, train
 from torch import nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import MultiStepLR
@@ -23,6 +22,7 @@ from normmatters.optim import (
     WeightDecayFreeSGD,
     scale_invariant_parameters,
 )
+from support.optim_nets import batch, convnet, groups, train
 
 
 def angular(model: nn.Module) -> Optimizer:

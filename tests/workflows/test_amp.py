@@ -6,11 +6,11 @@ import copy
 
 import pytest
 import torch
-from nets import MODELS, gradients
 from torch import Tensor, nn
 from torch.testing import assert_close
 
 import normmatters as nm
+from support.workflow_nets import MODELS, gradients
 
 LABELS = torch.tensor([0, 1, 2, 0, 1, 2, 0, 1])
 ROUNDING = 16 * torch.finfo(torch.bfloat16).eps  # of a handful of layers, each of order 1

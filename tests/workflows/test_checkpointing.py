@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from nets import MODELS, gradients
 from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from normmatters.convert.fused import FusedBlock
+from support.workflow_nets import MODELS, gradients
 
 
 def run(model: nn.Module, x: Tensor, reentrant: bool | None) -> tuple[Tensor, Tensor]:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from nets import MODELS, gradients
 from torch import Tensor, nn
 from torch.testing import assert_close
 
 import normmatters as nm
+from support.workflow_nets import MODELS, gradients
 
 MODE = "max-autotune-no-cudagraphs"
 

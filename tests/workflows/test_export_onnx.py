@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import normmatters as nm
-from models import ResNet
 from normmatters.kernels import backends, dispatch
+from support.models import ResNet
 
 BATCH = torch.export.Dim("batch", min=2)
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from loops import assert_same_run, convnet, loader, plain_loop, weight_decay_free_sgd
 from torch import nn
 
 import normmatters as nm
+from support.workflow_loops import assert_same_run, convnet, loader, plain_loop, weight_decay_free_sgd
 
 
 def fit(lightning: Any, epochs: int, folder: Path, checkpoint: str | None = None) -> tuple[Any, nm.optim.Recording]:

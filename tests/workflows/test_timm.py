@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from zoo import assert_same_function, assert_same_step
 
 import normmatters as nm
 from normmatters.nn import L1LayerNorm2d
+from support.zoo import assert_same_function, assert_same_step
 
 timm = pytest.importorskip("timm", reason="timm, or torchvision, which it needs, is missing", exc_type=ImportError)
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from zoo import assert_same_function, assert_same_step, images
 
 from normmatters.convert import ConversionReport, convert
+from support.zoo import assert_same_function, assert_same_step, images
 
 torchvision = pytest.importorskip("torchvision", reason="torchvision is not installed", exc_type=ImportError)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from batch_norm_cases import EPS, MOMENTUM, Result, by_channel, compare, near, off_the_fence
 from torch import Tensor
 
-import tolerances
 from normmatters.functional import lp_batch_norm
 from normmatters.functional.statistic import scale_constant
 from normmatters.kernels import twin_ops
+from support import tolerances
+from support.batch_norm_cases import EPS, MOMENTUM, Result, by_channel, compare, near, off_the_fence
 
 
 @dataclass

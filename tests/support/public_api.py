@@ -1,6 +1,6 @@
-"""The public API as text, a name and signature a line: what `tests/api.txt` holds.
+"""The public API as text, a name and signature a line: what `tests/support/api.txt` holds.
 
-python tests/public_api.py    # writes tests/api.txt anew
+python tests/support/public_api.py    # writes tests/support/api.txt anew
 """
 
 from __future__ import annotations

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-import tolerances
 from normmatters.functional import lp_batch_norm
 from normmatters.functional.statistic import scale_constant
 from normmatters.kernels import dispatch
 from normmatters.kernels.triton import batch_norm_statistics as kernels
+from support import tolerances
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

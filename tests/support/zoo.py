@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from models import step
 from normmatters.convert import ConversionReport, convert, to_torch
+from support.models import step
 
 
 def images() -> Tensor:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from batch_norm_cases import DEVICE, EPS, MOMENTUM, Result, affine, compare
 from torch import Tensor
 from torch.nn import functional as F
 
 from normmatters.functional import lp_batch_norm
 from normmatters.kernels import dispatch
+from support.batch_norm_cases import DEVICE, EPS, MOMENTUM, Result, affine, compare
 
 
 def pooled(x: Tensor, weight, bias, g: Tensor, constant: str | float = "exact") -> Result:

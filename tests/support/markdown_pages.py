@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 _FOLDERS = ("docs", "examples", "experiments", "results", "tests")
 PAGES = [*sorted(ROOT.glob("*.md")), *(page for folder in _FOLDERS for page in sorted((ROOT / folder).rglob("*.md")))]
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 import normmatters as nm
-from models import BasicBlock
+from support.models import BasicBlock
 
 
 class Attend(nn.Module):
