@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from normmatters.convert import ConversionReport, convert, to_torch
 from normmatters.nn.batchnorm import (
     L1BatchNorm1d,
     L1BatchNorm2d,
@@ -25,6 +24,7 @@ from normmatters.nn.batchnorm import (
 from normmatters.nn.layernorm import L1LayerNorm, LpLayerNorm
 from normmatters.nn.layernorm2d import L1LayerNorm2d, LpLayerNorm2d
 from normmatters.nn.sync import SyncLpBatchNorm
+from normmatters.surgery import ConversionReport, convert, to_torch
 from support.models import NETS, BasicBlock, BatchNormAct2d, ResNet, assert_same_step, batch, make, step, vgg_bn
 
 FUSED = {"resnet": 7, "resnet-bottleneck": 10, "vgg": 3, "timm": 5, "functional": 6, "regnet": 5}

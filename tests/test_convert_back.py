@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.nn.utils import fusion, parametrize
 from torch.testing import assert_close
 
-from normmatters.convert import ConversionReport, convert, fold, to_torch
-from normmatters.convert.back import BatchNormReLU1d, BatchNormReLU2d
 from normmatters.nn.batchnorm import L1BatchNorm1d, L1BatchNorm2d, LpBatchNorm2d, MeanOnlyBatchNorm2d
 from normmatters.nn.batchnorm_act import LpBatchNormAct2d
 from normmatters.nn.layernorm import L1LayerNorm, L1RMSNorm, LpLayerNorm
 from normmatters.nn.sync import SyncLpBatchNorm, convert_sync_batchnorm
+from normmatters.surgery import ConversionReport, convert, fold, to_torch
+from normmatters.surgery.back import BatchNormReLU1d, BatchNormReLU2d
 from normmatters.weight_norm import apply_weight_norm
 from support.models import (
     NETS,

@@ -11,9 +11,9 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from normmatters.convert import ConversionReport, convert, to_torch
-from normmatters.convert.fused import FusedBlock, FusedReLU, norm_add_relu
 from normmatters.nn.sync import convert_sync_batchnorm
+from normmatters.surgery import ConversionReport, convert, to_torch
+from normmatters.surgery.fused import FusedBlock, FusedReLU, norm_add_relu
 from support.blocks import (
     AddInto,
     AddIntoShortcut,

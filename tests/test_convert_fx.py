@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, fx, nn
 
 import normmatters as nm
-from normmatters.convert import convert, fold, to_torch
 from normmatters.nn.batchnorm_act import LpBatchNormAct2d
+from normmatters.surgery import convert, fold, to_torch
 from support.models import NETS, assert_same_step, batch, make
 
 

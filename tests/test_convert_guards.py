@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from normmatters.convert import convert
-from normmatters.convert.fused import FusedBlock
+from normmatters.surgery import convert
+from normmatters.surgery.fused import FusedBlock
 
 
 class Kind(Enum):

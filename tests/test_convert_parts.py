@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from normmatters.convert import ConversionReport, convert, fold, to_torch
 from normmatters.nn.sync import convert_sync_batchnorm
+from normmatters.surgery import ConversionReport, convert, fold, to_torch
 from support.models import assert_same_step
 
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from normmatters.convert import ConversionReport, convert, fold, to_torch
-from normmatters.convert.fused import FusedMaxPool2d, FusedReLU
 from normmatters.nn.sync import convert_sync_batchnorm
+from normmatters.surgery import ConversionReport, convert, fold, to_torch
+from normmatters.surgery.fused import FusedMaxPool2d, FusedReLU
 from support.blocks import Block
 from support.models import BasicBlock, ResNet, TimmResNet
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from normmatters.convert import ConversionReport, convert, to_torch
+from normmatters.surgery import ConversionReport, convert, to_torch
 
 NORM, CONV = "nn.BatchNorm2d(3)", "nn.Conv2d(3, 3, 3, padding=1)"
 RELU_MODULES = ["nn.ReLU()", "nn.ReLU(inplace=True)"]

@@ -15,9 +15,9 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 from torch.testing import assert_close
 
-from normmatters.convert import convert, fold, to_torch
-from normmatters.convert.fused import FusedBlock, LinkedSequential
 from normmatters.nn import L1BatchNorm2d
+from normmatters.surgery import convert, fold, to_torch
+from normmatters.surgery.fused import FusedBlock, LinkedSequential
 from support.models import BasicBlock, ResNet
 
 ERROR = r".*, but was .* when normmatters\.convert fused this block: set it before converting or after to_torch"

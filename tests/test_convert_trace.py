@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from normmatters.convert import ConversionReport, convert, fold
-from normmatters.convert.fused import FusedBlock
 from normmatters.precision import arithmetic
+from normmatters.surgery import ConversionReport, convert, fold
+from normmatters.surgery.fused import FusedBlock
 from support.blocks import Block
 
 

@@ -69,7 +69,7 @@ def test_named_norms(name):
 
 
 def test_a_misspelt_name_is_answered_with_a_near_one():
-    with pytest.raises(ValueError, match="layer_norm must be one of .* did you mean 'topk'"):
+    with pytest.raises(ValueError, match=r"layer_norm must be one of .* did you mean 'topk'"):
         Norm.named("top_k", argument="layer_norm")
     with pytest.raises(TypeError, match="norm must"):
         Norm.named(None)  # type: ignore[arg-type]

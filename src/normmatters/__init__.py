@@ -12,10 +12,6 @@ import importlib
 from typing import TYPE_CHECKING
 
 from normmatters import constants, functional, precision, weight_norm
-
-# The function takes over the name of the package it comes from: `nm.convert(model)`. Later imports of anything in that
-# package find it in sys.modules and leave the name alone.
-from normmatters.convert import ConversionReport, convert, fold, to_torch
 from normmatters.nn import (
     L1BatchNorm1d,
     L1BatchNorm2d,
@@ -43,6 +39,7 @@ from normmatters.nn import (
     convert_sync_batchnorm,
     update_bn,
 )
+from normmatters.surgery import ConversionReport, convert, fold, to_torch
 from normmatters.weight_norm import (
     apply_weight_norm,
     bounded_weight_norm,

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from normmatters._table import aligned
-from normmatters.convert import ConversionReport
-from normmatters.convert.swap import NormSpec, check_model, swap
 from normmatters.kernels import backends
 from normmatters.optim import Invariance, Recipe, channel_norms, scale_invariant_parameters, steps_to_equilibrium
 from normmatters.optim._probe import unwrap
 from normmatters.optim._rows import plain_name, resolve
 from normmatters.saved_bytes import Ghosts, Kept
+from normmatters.surgery import ConversionReport
+from normmatters.surgery.swap import NormSpec, check_model, swap
 from normmatters.tails import measure_tails
 from normmatters.weight_norm import BoundedWeight, ClassicWeight
 

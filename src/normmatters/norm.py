@@ -103,13 +103,13 @@ class Norm:
 class RunningStats(NamedTuple):
     """The buffers that a batch norm moves in a training step, and by how much. None: there is no such buffer.
 
-    ``mean`` and ``var`` are (C,); ``count`` is a tensor of one integer, raised by one; ``momentum`` is the weight of
-    this batch.
+    ``mean`` and ``var`` are (C,). ``num_batches`` is one integer, raised by one. ``momentum`` is the weight of this
+    batch.
     """
 
     mean: Tensor | None = None
     var: Tensor | None = None
-    count: Tensor | None = None
+    num_batches: Tensor | None = None
     momentum: float = 0.1
 
 

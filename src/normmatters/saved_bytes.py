@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from normmatters.convert.fused import FusedMaxPool2d
 from normmatters.kernels import backends
-from normmatters.nn.batchnorm_base import _LpBatchNorm
+from normmatters.nn.batchnorm_base import LpBatchNorm
 from normmatters.optim._probe import run
+from normmatters.surgery.fused import FusedMaxPool2d
 
 __all__ = ["Ghosts", "Kept"]
 
@@ -93,7 +93,7 @@ class Ghosts:
         # What a pool keeps is counted for the norm that took it over: after the conversion they are one. The inputs are
         # in the order of the pass, in which a norm and its pool come alike.
         passed = [(name, after.get_submodule(name)) for name in inputs]
-        pooling = [name for name, m in passed if isinstance(m, _LpBatchNorm) and m.pool is not None]
+        pooling = [name for name, m in passed if isinstance(m, LpBatchNorm) and m.pool is not None]
         pools = [name for name, m in passed if isinstance(m, FusedMaxPool2d)]
         for norm, pool in zip(pooling, pools):
             now[norm] = now.get(norm, 0) + now.pop(pool, 0)
@@ -111,7 +111,7 @@ class Ghosts:
 
     def _with_memory(self, mode: str, ghost: nn.Module, example_input: Any) -> dict[str, int]:
         for module in ghost.modules():
-            if isinstance(module, _LpBatchNorm):
+            if isinstance(module, LpBatchNorm):
                 module.memory = mode
         return self.keeps(ghost, example_input)[0]
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normmatters.convert.swap import is_channels_first
 from normmatters.functional.statistic import compute_dtype, scale_constant, squared_scale
 from normmatters.optim._probe import gpus, run
+from normmatters.surgery.swap import is_channels_first
 
 __all__ = ["measure_tails", "tails"]
 

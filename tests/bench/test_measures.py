@@ -14,9 +14,9 @@ from torch import nn
 
 from normmatters import _origin
 from normmatters.bench import check, harness, peers, resnet50, timing
-from normmatters.convert import convert
-from normmatters.convert.report import ConversionReport
 from normmatters.functional import lp_layer_norm
+from normmatters.surgery import convert
+from normmatters.surgery.report import ConversionReport
 
 CPU = torch.device("cpu")
 

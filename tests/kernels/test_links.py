@@ -13,9 +13,9 @@ from torch.nn.modules.module import register_module_forward_hook
 pytest.importorskip("triton")
 
 from normmatters import L1BatchNorm2d
-from normmatters.convert import convert, to_torch
-from normmatters.convert.fused import LinkedSequential
 from normmatters.kernels import ops, twin_ops
+from normmatters.surgery import convert, to_torch
+from normmatters.surgery.fused import LinkedSequential
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -11,9 +11,9 @@ from torch.nn import functional as F
 
 pytest.importorskip("triton")
 
-from normmatters.convert import convert
 from normmatters.kernels import dispatch
 from normmatters.nn.batchnorm import L1BatchNorm2d
+from normmatters.surgery import convert
 from support import tolerances
 from support.batch_norm_cases import DEVICE, made
 from support.gpu_steps import check_cuda_graph, equal, step

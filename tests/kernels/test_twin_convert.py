@@ -15,10 +15,10 @@ pytest.importorskip("triton")
 from test_links import DEVICE, Block
 
 from normmatters import precision
-from normmatters.convert import convert, to_torch
 from normmatters.kernels import backends
 from normmatters.nn import LpBatchNorm2d, twin
 from normmatters.nn.sync import convert_sync_batchnorm
+from normmatters.surgery import convert, to_torch
 
 
 class Down(nn.Module):

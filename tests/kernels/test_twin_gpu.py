@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 pytest.importorskip("triton")
 
-from normmatters.convert import convert
 from normmatters.nn import L1BatchNorm2d, twin
+from normmatters.surgery import convert
 from support.batch_norm_cases import DEVICE, LAYOUTS, affine, made
 from support.gpu_steps import check_cuda_graph, step
 from support.twin_cases import Norm, check, fused

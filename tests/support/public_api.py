@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from typing import Any
 HOMES = (
     "normmatters",
     "normmatters.constants",
-    "normmatters.convert",
     "normmatters.doctor",
     "normmatters.functional",
     "normmatters.kernels.dispatch",
@@ -24,6 +22,7 @@ HOMES = (
     "normmatters.nn",
     "normmatters.optim",
     "normmatters.precision",
+    "normmatters.surgery",
     "normmatters.weight_norm",
 )
 FILE = Path(__file__).with_name("api.txt")
@@ -32,8 +31,7 @@ FILE = Path(__file__).with_name("api.txt")
 def values() -> Iterator[tuple[str, Any]]:
     """Every public name with its value, home by home."""
     for home in HOMES:
-        importlib.import_module(home)
-        module = sys.modules[home]  # `normmatters.convert` as an attribute is the function
+        module = importlib.import_module(home)
         names = getattr(module, "__all__", None)
         if names is None:  # what the module itself defines
             names = [n for n, v in vars(module).items() if getattr(v, "__module__", "") == home and n[0] != "_"]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from normmatters.convert import ConversionReport, convert, to_torch
+from normmatters.surgery import ConversionReport, convert, to_torch
 from support.models import step
 
 

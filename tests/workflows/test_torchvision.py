@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from normmatters.convert import ConversionReport, convert
+from normmatters.surgery import ConversionReport, convert
 from support.zoo import assert_same_function, assert_same_step, images
 
 torchvision = pytest.importorskip("torchvision", reason="torchvision is not installed", exc_type=ImportError)

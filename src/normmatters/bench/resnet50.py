@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from normmatters.bench import layers, peers, timing
 from normmatters.bench.check import BatchNormData, BatchNormReference, check_batch_norm
 from normmatters.bench.harness import DTYPES, Row, Setup, Skip, Wrong, attempt
-from normmatters.convert import convert
+from normmatters.surgery import convert
 
 STEPS = 20
 SERIES = (3, 10)  # at least and at most

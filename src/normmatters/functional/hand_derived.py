@@ -29,10 +29,10 @@ from normmatters.functional.channel_sums import (
     weighted_sums,
 )
 from normmatters.functional.checks import check_batch_norm
-from normmatters.functional.once import DifferentiatedTwice
 from normmatters.functional.pieces import affine, per_channel, pieces, scratch
 from normmatters.functional.statistic import Kind, compute_dtype, scale_constant, statistic_kind
 from normmatters.functional.torch_batch_norm import TINY, torch_batch_norm
+from normmatters.kernels.double_backward import DifferentiatedTwice
 
 
 def batch_norm(

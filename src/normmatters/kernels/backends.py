@@ -21,7 +21,7 @@ from normmatters import precision
 from normmatters.functional.checks import check_memory
 from normmatters.functional.hand_derived import plain_only
 from normmatters.functional.statistic import Kind, statistic_kind
-from normmatters.kernels.library import needs_operators
+from normmatters.kernels.operators import needs_operators
 
 logger = logging.getLogger("normmatters.kernels")
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from normmatters.functional.once import once_differentiable
-from normmatters.kernels.library import LIBRARY, needs_operators, on_device, register, register_gradient
+from normmatters.kernels.double_backward import once_differentiable
+from normmatters.kernels.operators import LIBRARY, needs_operators, on_device, register, register_gradient
 from normmatters.kernels.triton import layer_norm as kernels
 
 LIBRARY.define(

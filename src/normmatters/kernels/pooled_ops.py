@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from normmatters.functional.once import once_differentiable
-from normmatters.kernels.library import (
+from normmatters.kernels.double_backward import once_differentiable
+from normmatters.kernels.operators import (
     LIBRARY,
     any_requires_grad,
     in_dtype,

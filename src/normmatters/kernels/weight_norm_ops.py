@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from normmatters.functional.once import once_differentiable
 from normmatters.kernels import backends
-from normmatters.kernels.library import on_device
+from normmatters.kernels.double_backward import once_differentiable
+from normmatters.kernels.operators import on_device
 from normmatters.kernels.triton import weight_norm as kernels
 from normmatters.kernels.triton.rows import places_of
 

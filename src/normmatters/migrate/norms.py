@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from normmatters.nn.batchnorm_base import _LpBatchNorm
+from normmatters.nn.batchnorm_base import LpBatchNorm
 
-BATCH_NORMS = (_LpBatchNorm, _BatchNorm)
+BATCH_NORMS = (LpBatchNorm, _BatchNorm)
 _INVERSE = ("running_mean", "running_var", "scale", "mean")
 
 
-def from_authors(state: dict[str, Tensor], prefix: str, module: _LpBatchNorm | _BatchNorm) -> None:
+def from_authors(state: dict[str, Tensor], prefix: str, module: LpBatchNorm | _BatchNorm) -> None:
     """Rewrite the entries of one batch norm, if they are the authors', for ``module``."""
     names = {name for name in (*_INVERSE, "running_scale") if f"{prefix}{name}" in state}
     if names == {"running_mean"}:  # no other batch norm has a mean alone
@@ -42,7 +42,7 @@ def from_authors(state: dict[str, Tensor], prefix: str, module: _LpBatchNorm | _
     state[f"{prefix}num_batches_tracked"] = torch.zeros((), dtype=torch.long)
 
 
-def to_authors(state: dict[str, Tensor], prefix: str, module: _LpBatchNorm | _BatchNorm) -> None:
+def to_authors(state: dict[str, Tensor], prefix: str, module: LpBatchNorm | _BatchNorm) -> None:
     """Rewrite the entries of one batch norm of ours for ``models/lp_norm.py``, or ``MeanBN``."""
     variance = module.running_var
     if variance is None:
@@ -56,11 +56,11 @@ def to_authors(state: dict[str, Tensor], prefix: str, module: _LpBatchNorm | _Ba
     state[f"{prefix}running_var"] = (variance.double() + module.eps).rsqrt().to(variance.dtype)
 
 
-def _is_mean_only(module: _LpBatchNorm | _BatchNorm) -> bool:
-    return isinstance(module, _LpBatchNorm) and module.p == "mean"
+def _is_mean_only(module: LpBatchNorm | _BatchNorm) -> bool:
+    return isinstance(module, LpBatchNorm) and module.p == "mean"
 
 
-def _positive(state: dict[str, Tensor], key: str, what: str, module: _LpBatchNorm | _BatchNorm) -> Tensor:
+def _positive(state: dict[str, Tensor], key: str, what: str, module: LpBatchNorm | _BatchNorm) -> Tensor:
     if _is_mean_only(module):
         raise ValueError(f"{key} holds {what}, but the model's {type(module).__name__} has no scale")
     values = state.pop(key)

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from normmatters.nn.batchnorm_base import _LpBatchNorm
+from normmatters.nn.batchnorm_base import LpBatchNorm
 
 
-class LpBatchNorm1d(_LpBatchNorm):
+class LpBatchNorm1d(LpBatchNorm):
     """Batch norm in the Lp norm over (N, C) or (N, C, L) inputs; see :class:`LpBatchNorm2d`.
 
     >>> LpBatchNorm1d(4, p=1.5)(torch.randn(8, 4)).shape
@@ -20,7 +20,7 @@ class LpBatchNorm1d(_LpBatchNorm):
     _ranks = (2, 3)
 
 
-class LpBatchNorm2d(_LpBatchNorm):
+class LpBatchNorm2d(LpBatchNorm):
     """Batch norm in the Lp norm over (N, C, H, W) inputs: act((x − μ)/√(s² + eps)·weight + bias + residual).
 
     s = C·statistic(x − μ), with C such that s estimates the standard deviation of Gaussian data (F5-F9). p = 2 is
@@ -54,7 +54,7 @@ class LpBatchNorm2d(_LpBatchNorm):
     _ranks = (4,)
 
 
-class LpBatchNorm3d(_LpBatchNorm):
+class LpBatchNorm3d(LpBatchNorm):
     """Batch norm in the Lp norm over (N, C, D, H, W) inputs; see :class:`LpBatchNorm2d`.
 
     >>> LpBatchNorm3d(4, p=1.5)(torch.randn(2, 4, 3, 3, 3)).shape
@@ -64,7 +64,7 @@ class LpBatchNorm3d(_LpBatchNorm):
     _ranks = (5,)
 
 
-class _FixedBatchNorm(_LpBatchNorm):
+class _FixedBatchNorm(LpBatchNorm):
     """A batch norm whose class names the statistic; the arguments are ``torch.nn.BatchNorm``'s, in its order."""
 
     def __init__(
@@ -198,7 +198,7 @@ class RangeBatchNorm3d(_FixedBatchNorm, LpBatchNorm3d):
     _default_p = "range"
 
 
-class _TopKBatchNorm(_LpBatchNorm):
+class _TopKBatchNorm(LpBatchNorm):
     _default_p = math.inf
     _default_k = 10
 
@@ -266,7 +266,7 @@ class TopKBatchNorm3d(_TopKBatchNorm, LpBatchNorm3d):
     """
 
 
-class _MeanOnlyBatchNorm(_LpBatchNorm):
+class _MeanOnlyBatchNorm(LpBatchNorm):
     _default_p = "mean"
 
     def __init__(

@@ -18,7 +18,7 @@ from normmatters.kernels import dispatch
 from normmatters.nn.leaf import module_call
 
 
-class _LpBatchNorm(_NormBase):
+class LpBatchNorm(_NormBase):
     """State and forward pass of every batch norm here; subclasses fix the statistic and the input's rank.
 
     The state is ``torch.nn.BatchNorm``'s: weight, bias, running_mean, running_var and num_batches_tracked, under the

@@ -17,15 +17,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from normmatters import precision
 from normmatters.functional.batch_norm import update_running_statistics
 from normmatters.functional.checks import check_batch_norm, check_residual
-from normmatters.functional.once import once_differentiable
 from normmatters.functional.statistic import Kind, compute_dtype, scale_constant, statistic_kind
 from normmatters.kernels.dispatch import _count, max_pool
+from normmatters.kernels.double_backward import once_differentiable
 from normmatters.nn.batchnorm_act import ThenAct
-from normmatters.nn.batchnorm_base import _LpBatchNorm
+from normmatters.nn.batchnorm_base import LpBatchNorm
 from normmatters.nn.replace import changed, keep_all, replace
 
 
-class SyncLpBatchNorm(_LpBatchNorm):
+class SyncLpBatchNorm(LpBatchNorm):
     """Batch norm in any norm of the paper over all processes of a group; ``torch.nn.SyncBatchNorm`` for every p.
 
     In training each rank may bring a different number of elements, or none; the result and its gradients are those of
@@ -148,8 +148,8 @@ def convert_sync_batchnorm(module: nn.Module, process_group: Any = None) -> nn.M
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"expected a module, got {type(module).__name__}")
-    norms = [(name, one) for name, one in module.named_modules() if isinstance(one, (_LpBatchNorm, _BatchNorm))]
-    packages = {norm: "normmatters" if isinstance(norm, _LpBatchNorm) else "torch" for _, norm in norms}
+    norms = [(name, one) for name, one in module.named_modules() if isinstance(one, (LpBatchNorm, _BatchNorm))]
+    packages = {norm: "normmatters" if isinstance(norm, LpBatchNorm) else "torch" for _, norm in norms}
     reasons = {name: reason for name, norm in norms if (reason := changed(norm, packages[norm]))}
     if reasons:
         kept = ", ".join(f"{name or '(model)'} ({reason})" for name, reason in reasons.items())
@@ -161,7 +161,7 @@ def convert_sync_batchnorm(module: nn.Module, process_group: Any = None) -> nn.M
 
 
 def _synchronized(module: nn.Module, process_group: Any) -> nn.Module:
-    if not isinstance(module, _LpBatchNorm):
+    if not isinstance(module, LpBatchNorm):
         torchs: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(module, process_group)
         return torchs
     cls = SyncLpBatchNormAct if isinstance(module, ThenAct) else SyncLpBatchNorm

@@ -9,16 +9,16 @@ from torch import Tensor
 from normmatters.functional.checks import check_batch_norm
 from normmatters.kernels import dispatch
 from normmatters.kernels.dispatch import _check_plain, _constant, _count, _who_counts
-from normmatters.nn.batchnorm_base import _LpBatchNorm
+from normmatters.nn.batchnorm_base import LpBatchNorm
 
 
 def fit(norm: Any, input: Tensor, other: Any, other_input: Tensor) -> bool:
     """Whether :func:`twin_batch_norm` takes these: two L1 norms in training, on tensors of one kind, by a kernel."""
     return (
         all(
-            isinstance(one, _LpBatchNorm)
-            and type(one).forward is _LpBatchNorm.forward  # nothing follows the norm,
-            and type(one)._batch_norm is _LpBatchNorm._batch_norm  # and no other process takes part
+            isinstance(one, LpBatchNorm)
+            and type(one).forward is LpBatchNorm.forward  # nothing follows the norm,
+            and type(one)._batch_norm is LpBatchNorm._batch_norm  # and no other process takes part
             and "forward" not in vars(one)
             and one._compiled_call_impl is None
             and one.training
@@ -38,7 +38,7 @@ def fit(norm: Any, input: Tensor, other: Any, other_input: Tensor) -> bool:
 
 
 def twin_batch_norm(
-    norm: _LpBatchNorm, input: Tensor, other: _LpBatchNorm, other_input: Tensor, *, linked: bool = False
+    norm: LpBatchNorm, input: Tensor, other: LpBatchNorm, other_input: Tensor, *, linked: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """relu(norm(input) + other(other_input)) where they :func:`fit`, and the link to it if ``linked``, or None.
 

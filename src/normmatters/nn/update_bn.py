@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from normmatters.nn.batchnorm_base import _LpBatchNorm
+from normmatters.nn.batchnorm_base import LpBatchNorm
 
 
 @torch.no_grad()
@@ -40,7 +40,7 @@ def update_bn(loader: Iterable[Any], model: nn.Module, device: torch.device | st
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    norms = [m for m in model.modules() if isinstance(m, (_BatchNorm, _LpBatchNorm)) and m.running_mean is not None]
+    norms = [m for m in model.modules() if isinstance(m, (_BatchNorm, LpBatchNorm)) and m.running_mean is not None]
     if not norms:
         return
     batches = iter(loader)

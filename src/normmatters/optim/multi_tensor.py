@@ -16,7 +16,7 @@ from torch import Tensor
 
 from normmatters.functional.statistic import compute_dtype
 from normmatters.kernels.backends import TRITON_MISSING
-from normmatters.kernels.library import on_device
+from normmatters.kernels.operators import on_device
 from normmatters.optim._rows import Channels, _reduced, channel_norms, half_angle_tangent
 
 _LAUNCH_ON = () if TRITON_MISSING else ("cuda",)  # devices whose weights go to the kernels

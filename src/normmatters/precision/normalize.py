@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from normmatters.functional.once import once_differentiable
 from normmatters.functional.statistic import Kind
+from normmatters.kernels.double_backward import once_differentiable
 from normmatters.precision.rounding import (
     add,
     constant,

@@ -72,10 +72,10 @@ def _operate(
 
 
 def _can_use_kernels(x: Tensor) -> bool:
-    from normmatters.kernels import backends, library  # which itself asks whether arithmetic is active
+    from normmatters.kernels import backends, operators  # which itself asks whether arithmetic is active
 
     # There are no operators of them, which is what the compiler and dispatch modes must see.
-    return not library.needs_operators() and not backends.why_not_triton(x)
+    return not operators.needs_operators() and not backends.why_not_triton(x)
 
 
 @lru_cache(maxsize=4096)

@@ -11,7 +11,7 @@ from torch.nn.utils import parametrize
 
 from normmatters.functional.hand_derived import plain_only
 from normmatters.kernels.backends import TRITON_MISSING
-from normmatters.kernels.library import needs_operators
+from normmatters.kernels.operators import needs_operators
 from normmatters.weight_norm.parametrizations import BoundedWeight, ClassicWeight
 from normmatters.weight_norm.parametrized import WEIGHT_LAYERS, own_parametrization, v_and_rho
 

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from normmatters.kernels import MAX_PLANS
-from normmatters.kernels.library import on_device
+from normmatters.kernels.operators import on_device
 from normmatters.kernels.triton.launch import Launch, wait_for_previous
 
 FORMATS = {

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from normmatters.kernels import backends
-from normmatters.kernels.library import needs_operators, on_device
+from normmatters.kernels.operators import needs_operators, on_device
 
 _CHANNELS = (16, 32, 64)
 _LARGEST = 1 << 21  # elements of an input: a CIFAR network's first stage at 128 images. A library's kernels like more.

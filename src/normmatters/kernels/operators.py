@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from normmatters.functional.once import once_differentiable
+from normmatters.kernels.double_backward import once_differentiable
 
 LIBRARY = torch.library.Library("normmatters", "FRAGMENT")
 

@@ -15,9 +15,12 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.utils import parametrize
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
-from normmatters.convert.back import PLAIN_BATCH_NORMS, BatchNormAct2d, SyncBatchNormAct, ThenReLU, to_torch
-from normmatters.convert.mentioned import called_elsewhere, mentioned
-from normmatters.convert.parts import (
+from normmatters.nn.batchnorm_act import ThenAct
+from normmatters.nn.batchnorm_base import LpBatchNorm
+from normmatters.nn.leaf import module_call
+from normmatters.surgery.back import PLAIN_BATCH_NORMS, BatchNormAct2d, SyncBatchNormAct, ThenReLU, to_torch
+from normmatters.surgery.mentioned import called_elsewhere, mentioned
+from normmatters.surgery.parts import (
     WATCHED,
     blocks_of,
     called_without,
@@ -27,13 +30,10 @@ from normmatters.convert.parts import (
     not_its_own,
     slots_of,
 )
-from normmatters.convert.report import Change, ConversionReport, report_to_fill
-from normmatters.convert.swap import check_model, replace_modules
-from normmatters.convert.trace import trace_block
-from normmatters.convert.value import Untraceable
-from normmatters.nn.batchnorm_act import ThenAct
-from normmatters.nn.batchnorm_base import _LpBatchNorm
-from normmatters.nn.leaf import module_call
+from normmatters.surgery.report import Change, ConversionReport, report_to_fill
+from normmatters.surgery.swap import check_model, replace_modules
+from normmatters.surgery.trace import trace_block
+from normmatters.surgery.value import Untraceable
 from normmatters.weight_norm.parametrized import WEIGHT_LAYERS
 
 _log = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ def fold(model: nn.Module, *, inplace: bool = True, report: ConversionReport | N
     check_model(model)
     report = report_to_fill(report)
     for name, module in model.named_modules():
-        if isinstance(module, (_BatchNorm, _LpBatchNorm)) and module.training:
+        if isinstance(module, (_BatchNorm, LpBatchNorm)) and module.training:
             raise ValueError(f"fold needs a model in evaluation mode, but {name or 'the model'} is training: eval()")
     if not inplace:
         model = copy.deepcopy(model)
@@ -108,7 +108,7 @@ def fold(model: nn.Module, *, inplace: bool = True, report: ConversionReport | N
         if norm in new:
             after, note = type(new[norm]).__name__, f"folded into {names[pairs[norm][0]]}"
             report.changes.append(Change(name, before[name], after, note=note))
-        elif isinstance(norm, (_BatchNorm, _LpBatchNorm)):
+        elif isinstance(norm, (_BatchNorm, LpBatchNorm)):
             report.changes.append(Change(name, before[name], None, note=reasons.get(norm, "no layer in front of it")))
     _log.info("%s", report)
     return replace_modules(model, new)

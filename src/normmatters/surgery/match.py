@@ -10,9 +10,9 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from normmatters.convert.fused import norm_add_relu, norm_norm_add_relu, until_norm
-from normmatters.convert.in_place import changes
-from normmatters.convert.parts import is_identity, is_pool, is_relu
+from normmatters.surgery.fused import norm_add_relu, norm_norm_add_relu, until_norm
+from normmatters.surgery.in_place import changes
+from normmatters.surgery.parts import is_identity, is_pool, is_relu
 
 _RELUS = {F.relu, F.relu_, torch.relu, torch.relu_, "relu", "relu_"}
 _ADDS = {operator.add, torch.add, "add"}

@@ -13,17 +13,17 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from normmatters.convert.fuse import FusionPlan, plan_fusion
-from normmatters.convert.fused import link_sequentials
-from normmatters.convert.report import Change, ConversionReport, report_to_fill
 from normmatters.functional.checks import check_memory
 from normmatters.nn import batchnorm as bn
 from normmatters.nn.batchnorm_act import LpBatchNormAct2d
-from normmatters.nn.batchnorm_base import _LpBatchNorm
+from normmatters.nn.batchnorm_base import LpBatchNorm
 from normmatters.nn.layernorm import L1LayerNorm, L1RMSNorm, LpLayerNorm
 from normmatters.nn.layernorm2d import ChannelsFirst, L1LayerNorm2d, LpLayerNorm2d
 from normmatters.nn.replace import keep_all, replace
 from normmatters.nn.sync import SyncLpBatchNorm
+from normmatters.surgery.fuse import FusionPlan, plan_fusion
+from normmatters.surgery.fused import link_sequentials
+from normmatters.surgery.report import Change, ConversionReport, report_to_fill
 
 _log = logging.getLogger(__name__)
 
@@ -132,7 +132,7 @@ def swap(
     bare = [
         old
         for old, norm in new.items()
-        if isinstance(norm, _LpBatchNorm) and not isinstance(norm, LpBatchNormAct2d) and norm.act is None
+        if isinstance(norm, LpBatchNorm) and not isinstance(norm, LpBatchNormAct2d) and norm.act is None
     ]
     pooling = [old for old in bare if isinstance(new[old], bn.LpBatchNorm2d) and new[old].p == 1]
     plan = plan_fusion(model, bare, pooling) if fuse else FusionPlan()
@@ -182,11 +182,11 @@ class NormSpec:
         bn.LpBatchNorm1d(1, p, k=spec.k, constant=constant, device="meta")  # refuses a wrong p, k or constant
         return spec
 
-    def batch_norm(self, rank: int, features: int, memory: str) -> _LpBatchNorm:
+    def batch_norm(self, rank: int, features: int, memory: str) -> LpBatchNorm:
         """A batch norm for BatchNorm1d, 2d or 3d's place; its state lies on the meta device, to be replaced."""
         cls = _CLASSES[self.kind][rank - 1]
         chosen: dict[str, Any] = {"p": self.p} if self.kind == "lp" else {"k": self.k} if self.kind == "topk" else {}
-        made: _LpBatchNorm = cls(features, **chosen, constant=self.constant, memory=memory, device="meta")
+        made: LpBatchNorm = cls(features, **chosen, constant=self.constant, memory=memory, device="meta")
         return made
 
     def sync_batch_norm(self, features: int, memory: str) -> SyncLpBatchNorm:
@@ -195,7 +195,7 @@ class NormSpec:
         made.memory = memory
         return made
 
-    def batch_norm_act(self, old: nn.Module, memory: str) -> _LpBatchNorm:
+    def batch_norm_act(self, old: nn.Module, memory: str) -> LpBatchNorm:
         """A batch norm for the place of timm's BatchNormAct2d: its ReLU is merged, any other activation follows."""
         after = [type(module) for module in old.children() if type(module) is not nn.Identity]
         if after in ([], [nn.ReLU]):
@@ -217,7 +217,7 @@ class NormSpec:
 
 def _replacement(module: nn.Module, spec: NormSpec, layer_spec: NormSpec | None, memory: str) -> nn.Module | str | None:
     """What takes the module's place; or why nothing does; or None for a module that is no norm."""
-    if isinstance(module, (_LpBatchNorm, LpLayerNorm, L1RMSNorm)):
+    if isinstance(module, (LpBatchNorm, LpLayerNorm, L1RMSNorm)):
         return "it is one of normmatters already: go back with to_torch first"
     if isinstance(module, torch.jit.ScriptModule):
         scripted = module.original_name in {kind.__name__ for kind in TORCH_BATCH_NORMS}

@@ -17,7 +17,8 @@ from typing import Any
 
 from torch import nn
 
-from normmatters.convert.fused import (
+from normmatters.nn.replace import held_beside
+from normmatters.surgery.fused import (
     FusedBlock,
     FusedMaxPool2d,
     FusedReLU,
@@ -25,10 +26,10 @@ from normmatters.convert.fused import (
     fused_class,
     stand_in,
 )
-from normmatters.convert.in_place import changes
-from normmatters.convert.match import NO_RELU, Match, match_of, module_of, pool_behind, rewrite
-from normmatters.convert.mentioned import called_elsewhere, mentioned
-from normmatters.convert.parts import (
+from normmatters.surgery.in_place import changes
+from normmatters.surgery.match import NO_RELU, Match, match_of, module_of, pool_behind, rewrite
+from normmatters.surgery.mentioned import called_elsewhere, mentioned
+from normmatters.surgery.parts import (
     WATCHED,
     blocks_of,
     called_without,
@@ -42,9 +43,8 @@ from normmatters.convert.parts import (
     not_its_own,
     slots_of,
 )
-from normmatters.convert.trace import Trace, setting, trace_block
-from normmatters.convert.value import Untraceable
-from normmatters.nn.replace import held_beside
+from normmatters.surgery.trace import Trace, setting, trace_block
+from normmatters.surgery.value import Untraceable
 
 _ALONE = "a part of its block is called alone"
 

@@ -11,19 +11,19 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from normmatters.convert.fuse import plan_fusion
-from normmatters.convert.fused import FusedBlock, FusedMaxPool2d, FusedReLU, LinkedSequential, stand_in
-from normmatters.convert.report import Change, ConversionReport, report_to_fill
-from normmatters.convert.swap import carry_over, check_model, replace_modules
 from normmatters.functional.torch_batch_norm import TINY
 from normmatters.nn import batchnorm as bn
 from normmatters.nn.batchnorm_act import ThenAct
-from normmatters.nn.batchnorm_base import _LpBatchNorm
+from normmatters.nn.batchnorm_base import LpBatchNorm
 from normmatters.nn.layernorm import L1RMSNorm, LpLayerNorm
 from normmatters.nn.layernorm2d import ChannelsFirst
 from normmatters.nn.leaf import module_call
 from normmatters.nn.replace import changed
 from normmatters.nn.sync import SyncLpBatchNorm
+from normmatters.surgery.fuse import plan_fusion
+from normmatters.surgery.fused import FusedBlock, FusedMaxPool2d, FusedReLU, LinkedSequential, stand_in
+from normmatters.surgery.report import Change, ConversionReport, report_to_fill
+from normmatters.surgery.swap import carry_over, check_model, replace_modules
 from normmatters.weight_norm import BoundedWeight, ClassicWeight, remove_weight_norm
 
 _log = logging.getLogger(__name__)
@@ -133,20 +133,20 @@ def to_torch(
     model = replace_modules(model, taken)
     pools = any(isinstance(module, nn.MaxPool2d) for module in taken.values())
 
-    norms = [module for module in model.modules() if isinstance(module, _LpBatchNorm)]
+    norms = [module for module in model.modules() if isinstance(module, LpBatchNorm)]
     # Where a ReLU follows (one was just put back), a norm's own changes nothing: relu(relu(x)) = relu(x).
     followed = plan_fusion(model, norms).fused
     unfused |= {norm for norm, kind in followed.items() if kind == "relu"}
     new: dict[nn.Module, nn.Module] = {}
     for name, module in model.named_modules():
         plain = _plain(module, module in unfused)
-        if isinstance(module, _LpBatchNorm) and module.pool is not None and not (pools or module in unfused):
+        if isinstance(module, LpBatchNorm) and module.pool is not None and not (pools or module in unfused):
             plain = "it has taken over a max pool, whose place is not in this model"
         if plain is None:
             continue
         if isinstance(plain, str):
             report.changes.append(Change(name, type(module).__name__, None, note=plain))
-            if isinstance(module, _LpBatchNorm):  # what it had taken over is back in its place
+            if isinstance(module, LpBatchNorm):  # what it had taken over is back in its place
                 module.act = None if module in unfused else module.act
                 module.pool = None if pools or module in unfused else module.pool
         else:
@@ -172,7 +172,7 @@ def _unfused_class(fused: Any) -> Any:
 def _plain(module: nn.Module, unfused: bool) -> nn.Module | str | None:
     """The module of ``torch.nn`` for this one; or why there is none; or None for a module that is not ours."""
     made: nn.Module
-    if not isinstance(module, (LpLayerNorm, L1RMSNorm, _LpBatchNorm)):
+    if not isinstance(module, (LpLayerNorm, L1RMSNorm, LpBatchNorm)):
         return None
     if reason := changed(module, "normmatters"):
         return reason

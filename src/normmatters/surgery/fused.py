@@ -23,11 +23,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from normmatters.convert.parts import has_hooks
-from normmatters.convert.trace import setting
 from normmatters.nn import twin
-from normmatters.nn.batchnorm_base import _LpBatchNorm
+from normmatters.nn.batchnorm_base import LpBatchNorm
 from normmatters.nn.leaf import function_call
+from normmatters.surgery.parts import has_hooks
+from normmatters.surgery.trace import setting
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -238,7 +238,7 @@ def _in_order(sequential: nn.Sequential) -> bool:
     for norm, relu, pool in zip([None, *row], [*row, None], [*row[1:], None, None]):
         if isinstance(relu, FusedReLU) and getattr(norm, "act", None) != "relu":
             return False
-        if isinstance(pool, FusedMaxPool2d) != (isinstance(norm, _LpBatchNorm) and norm.pool is not None):
+        if isinstance(pool, FusedMaxPool2d) != (isinstance(norm, LpBatchNorm) and norm.pool is not None):
             return False
     return not isinstance(row[:1] and row[0], FusedMaxPool2d)
 
@@ -278,7 +278,7 @@ def linked_norm_add_relu(
     norm: Any, input: Tensor, residual: Tensor, link: Tensor | None, wanted: bool, in_place: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """:func:`norm_add_relu` and, if ``wanted``, the link to its output; ``link`` is the residual's."""
-    own = type(norm).forward is not _LpBatchNorm.forward
+    own = type(norm).forward is not LpBatchNorm.forward
     if own or not _alike(residual, input) or watched(norm):
         return norm_add_relu(norm, input, residual, in_place), None
     return norm.forward_linked(input, residual, link, wanted)  # type: ignore[no-any-return]
@@ -298,7 +298,7 @@ def until_norm(shortcut: nn.Module, input: Tensor) -> Pending:
         return None, shortcut(input)
     modules = _in_a_row(shortcut)
     fresh = len(modules) > 1 and isinstance(modules[-2], (nn.modules.conv._ConvNd, nn.Linear))
-    if not (fresh and isinstance(modules[-1], _LpBatchNorm)) or watched(modules[-1]):
+    if not (fresh and isinstance(modules[-1], LpBatchNorm)) or watched(modules[-1]):
         return None, shortcut(input)
     for module in modules[:-1]:
         input = module(input)

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from normmatters.convert.in_place import OPERATORS
+from normmatters.surgery.in_place import OPERATORS
 
 TYPE = "its forward asks for the type of a value"
 

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 
-from normmatters.convert.in_place import changed_attribute
-from normmatters.convert.parts import has_own_call
-from normmatters.convert.value import Asked, Untraceable, Value, check_questions
+from normmatters.surgery.in_place import changed_attribute
+from normmatters.surgery.parts import has_own_call
+from normmatters.surgery.value import Asked, Untraceable, Value, check_questions
 
 _ALONE = threading.RLock()  # while it traces, torch.fx and `_recorded_reads` change nn.Module itself
 _HOOKS = vars(nn.Module()).keys() - {"_parameters", "_buffers", "_modules"}  # and more that no forward writes to
