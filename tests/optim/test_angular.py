@@ -345,7 +345,7 @@ def check_kernel(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
                 rotate_channel_(w, d, g.double(), n, angle)
             turn(weights, directions, grads, norms, angle, 0, momentum)
             assert len(turn.launches) == 1
-            assert not turn._plain
+            assert not turn.plain
             for ours, exact in zip([*weights, *directions], [*expected, *buffers]):
                 # √700 float32 roundings of numbers of size 1 to 10
                 torch.testing.assert_close(ours.double(), exact, rtol=0, atol=2e-5)

@@ -285,7 +285,7 @@ class Channels:
         return [where[id(w)] for w in self.weights]
 
     def check_norms_are_free(self, optimizer: Optimizer) -> None:
-        """Raise where something else than steps moves these norms: weight decay, an angular optimizer, a second name."""
+        """Raise where more than steps moves these norms: weight decay, an angular optimizer, a second name."""
         first = dict[int, str]()
         for name, weight, index in zip(self.names, self.weights, self.groups(optimizer)):
             group = optimizer.param_groups[index]
