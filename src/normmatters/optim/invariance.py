@@ -23,8 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from normmatters.kernels import emulation
-from normmatters.optim._probe import Probe, Rescaling, gpus, named_parameters, unwrap
-from normmatters.optim._rows import plain_name
+from normmatters.probe import Probe, Rescaling, cuda_devices, named_parameters, plain_name, unwrap
 
 __all__ = ["Invariance", "ScaleInvariantParameters", "scale_invariant_parameters", "split_parameters"]
 
@@ -280,7 +279,7 @@ def scale_invariant_parameters(
     if emulation.active() is not None:
         raise ValueError("precision.arithmetic rounds away what is tested here: call this outside of it")
     bare = unwrap(model)
-    with torch.random.fork_rng(devices=gpus(bare)), torch.inference_mode(False), torch.enable_grad():
+    with torch.random.fork_rng(devices=cuda_devices(bare)), torch.inference_mode(False), torch.enable_grad():
         probe = Probe(bare, example_input, dtype, seed)
         names = [n for n, p in probe.parameters.items() if p.requires_grad]
         if not names:
