@@ -40,23 +40,19 @@ NEAR = {
     "functional/statistic.py": ["functional/test_statistic.py", "functional/test_lp_batch_norm.py"],
     "functional/torch_batch_norm.py": ["functional/test_hand_derived.py"],
     "functional/weight.py": ["weight_norm/test_bounded_weight.py"],
-    "optim/_common.py": ["optim/test_refusals.py", "optim/test_weight_decay_free.py"],
-    "optim/_rows.py": ["optim/test_formulas.py", "optim/test_recorder.py"],
-    "optim/_probe.py": ["optim/test_invariance.py"],
-    "optim/_turning.py": ["optim/test_angular.py"],
-    "optim/_wrapper.py": ["optim/test_angular.py"],
-    "optim/_decay_free.py": ["optim/test_weight_decay_free.py"],
+    "optim/_base.py": ["optim/test_refusals.py", "optim/test_weight_decay_free.py", "optim/test_base_exponents.py"],
+    "optim/angular.py": ["optim/test_angular.py"],
+    "optim/angular_sgd.py": ["optim/test_angular.py"],
+    "optim/channels.py": ["optim/test_channels.py", "optim/test_recorder.py", "kernels/test_rows_kernels.py"],
     "optim/weight_decay_free_adamw.py": ["optim/test_refusals.py", "optim/test_weight_decay_free.py"],
-    "optim/_exponents.py": ["optim/test_exponents.py", "optim/test_correction.py"],
     "optim/equilibrium.py": ["optim/test_refusals.py", "optim/test_equilibrium.py"],
     "optim/recipe.py": ["optim/test_equilibrium.py"],
     "optim/recording.py": ["optim/test_refusals.py", "optim/test_recorder.py"],
-    "optim/multi_tensor.py": ["optim/test_angular.py", "kernels/test_rows_kernels.py"],
 }
 FAR = {
     "constants": ["test_constants.py", "functional"],
-    "functional": ["functional", "weight_norm/test_bounded_weight.py", "nn", "test_docstrings.py"],
-    "optim": ["optim", "kernels/test_rows_kernels.py", "test_docstrings.py"],
+    "functional": ["functional", "weight_norm/test_bounded_weight.py", "nn", "docs/test_docstrings.py"],
+    "optim": ["optim", "kernels/test_rows_kernels.py", "docs/test_docstrings.py"],
 }
 
 # Not "|": most are between types.

@@ -49,9 +49,8 @@ def main() -> None:
         from normmatters.kernels.triton import launch
 
         launch.can_overlap = lambda device: False  # type: ignore[assignment]
-    print(
-        f"{torch.cuda.get_device_name()}, overlap {not given.no_overlap}, cudnn {given.cudnn}, {given.connections} connections"
-    )
+    how = f"overlap {not given.no_overlap}, cudnn {given.cudnn}, {given.connections} connections"
+    print(f"{torch.cuda.get_device_name()}, {how}")
     print("norm       runs  ahead  ms a step of all  steps/s in all  host, ms a step")
     for norm in given.norm:
         graphs = [_graph(norm, given.model, given.batch, given.cudnn) for _ in range(max(given.runs))]

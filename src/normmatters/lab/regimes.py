@@ -19,8 +19,9 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from normmatters.lab.config import TEXT, OptimConfig, RunConfig
-from normmatters.optim._rows import channel_norms
-from normmatters.optim.angular import Angular, AngularSGD
+from normmatters.optim.angular import Angular
+from normmatters.optim.angular_sgd import AngularSGD
+from normmatters.optim.channels import channel_norms
 from normmatters.optim.correction import StepSizeCorrection
 from normmatters.optim.invariance import ScaleInvariantParameters, scale_invariant_parameters
 from normmatters.optim.norm_schedule import NormSchedule

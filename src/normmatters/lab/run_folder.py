@@ -23,9 +23,9 @@ import torch
 from filelock import FileLock, Timeout
 
 import normmatters
-from normmatters._origin import commit, device_name
 from normmatters.lab.config import RunConfig, config_hash, differences, from_dict, to_json
 from normmatters.lab.files import RunError, read_json, write_atomic, write_error
+from normmatters.provenance import commit, device_name
 
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # of a file system without them, such as Lustre often is
 

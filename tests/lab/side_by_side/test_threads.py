@@ -73,6 +73,11 @@ def watched() -> type[_Watched]:
     return _Watched
 
 
+def _disturb(event: dict[str, Any]) -> None:
+    """Whatever a neighbour does to torch's own random numbers is nothing to a run that has begun."""
+    torch.manual_seed(int(event.get("step", 0)) + 7)
+
+
 def test_runs_beside_a_capture_wait_and_have_the_numbers_of_eager_steps_alone(
     tmp_path: Path, watched: type[_Watched]
 ) -> None:
@@ -86,8 +91,7 @@ def test_runs_beside_a_capture_wait_and_have_the_numbers_of_eager_steps_alone(
     assert _Recorder.collects == {False}
     assert gc.isenabled()
     for run in _plan(tmp_path / "alone", "wd_on", "corrected", compile="none"):
-        # Whatever a neighbour does to torch's own random numbers is nothing to a run that has begun.
-        train(run.config, run.folder, progress=lambda event: torch.manual_seed(int(event.get("step", 0)) + 7))
+        train(run.config, run.folder, progress=_disturb)
         assert rows(tmp_path / "beside" / run.folder.relative_to(tmp_path / "alone")) == rows(run.folder), run.id
 
 
@@ -105,9 +109,7 @@ def test_text_beside_a_capture_has_the_numbers_of_a_run_alone(tmp_path: Path, wa
     assert watched.overlapping == []
     assert len(watched.threads) > 1
     for run in planned(tmp_path / "alone"):
-        train_with_fakes(
-            run.config, run.folder, progress=lambda event: torch.manual_seed(int(event.get("step", 0)) + 7)
-        )
+        train_with_fakes(run.config, run.folder, progress=_disturb)
         found = rows(tmp_path / "beside" / run.folder.relative_to(tmp_path / "alone"))
         assert found == rows(run.folder), run.id
         assert len(found) == 2

@@ -1,0 +1,273 @@
+"""``normmatters doctor``: finds the model that is meant, and prints what :func:`normmatters.doctor.diagnose` says."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import json
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from normmatters.doctor import Diagnosis
+
+__all__ = ["doctor"]
+
+_DTYPES = ("float32", "float16", "bfloat16")
+_FILES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
+# Where training programs put the state_dict in what they save.
+_HOMES = ("state_dict", "model", "model_state_dict", "net", "module")
+
+
+def doctor(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="package.module:name, a module or what returns one; or a checkpoint, .safetensors or .pt.",
+        ),
+    ],
+    sets: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", "-s", metavar="KEY=VALUE", help="An argument for what returns the model. May be repeated."
+        ),
+    ] = None,
+    weights: Annotated[Path | None, typer.Option(help="A checkpoint to load into the model.")] = None,
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            "--input",
+            metavar="N,...",
+            help="Shape of a training batch, such as 8,3,32,32; or a .safetensors or .pt file with one, for the tails.",
+        ),
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="The input holds token numbers below this, not real numbers.")
+    ] = None,
+    lr: Annotated[float, typer.Option(help="Learning rate.")] = 0.1,
+    wd: Annotated[float, typer.Option("--wd", "--weight-decay", help="Weight decay.")] = 5e-4,
+    momentum: Annotated[float, typer.Option(help="Momentum.")] = 0.9,
+    norm: Annotated[str, typer.Option(help="What convert would make of batch norms: l1, linf, topk, 1.5, ...")] = "l1",
+    layer_norm: Annotated[str | None, typer.Option(help="And of layer norms; they are left unless given.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Of the activations: float32, float16 or bfloat16.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Leave out the test for scale invariance.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Which norms a model has, what they do to its weights, what they keep, and what convert would change.
+
+    [bold]Examples[/]
+
+      normmatters doctor torchvision.models:resnet50 --input 256,3,224,224 --dtype float16 --quick
+      normmatters doctor my_package.nets:Net --set width=2 --input 8,3,32,32 --lr 0.1 --wd 5e-4
+      normmatters doctor my_package.nets:Net --weights trained.pt --input batch.safetensors
+      normmatters doctor checkpoint.safetensors --lr 0.1
+    """
+    from normmatters.optim import Recipe
+
+    Recipe(lr, wd, momentum)  # a wrong number is told before a large model is built
+    if dtype is not None and dtype not in _DTYPES:
+        raise ValueError(f"--dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
+    batch = Path(shape) if shape is not None and Path(shape).suffix in _FILES else None
+    size = None if shape is None or batch is not None else _shape(shape)
+    if tokens is not None and size is None:
+        raise ValueError("--tokens says what the input holds: give its shape too, with --input")
+    import torch
+
+    from normmatters.doctor import diagnose
+
+    # Before the model, which may take long: every import and option has been checked when it is built.
+    example: Any = None if batch is None else load_batch(batch)
+    network = _model(model, sets or (), weights)
+    if size is not None and tokens is not None:
+        example = torch.randint(tokens, size)
+    elif size is not None and isinstance(network, torch.nn.Module):
+        # In float32, activations of a half-precision model would be counted as twice as large. (fp8 is for storage.)
+        kinds = (p.dtype for p in network.parameters() if p.is_floating_point() and p.dtype.itemsize > 1)
+        example = torch.randn(size, dtype=next(kinds, None))
+    found = diagnose(
+        network,
+        example,
+        lr=lr,
+        weight_decay=wd,
+        momentum=momentum,
+        norm=_number(norm),
+        layer_norm=None if layer_norm is None else _number(layer_norm),
+        dtype=None if dtype is None else getattr(torch, dtype),
+        invariance=not quick,
+        tails=batch is not None,
+    )
+    if as_json:
+        print(json.dumps(found.as_dict(), indent=2))  # ASCII: a pipe of any encoding loses nothing
+    else:
+        _print(found)
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    try:
+        size = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        size = ()
+    if not size or min(size) < 1:
+        raise ValueError(f"--input must be sizes of 1 or more with commas between, such as 8,3,32,32, got {text!r}")
+    return size
+
+
+def _number(text: str) -> str | float:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _model(name: str, sets: Sequence[str], weights: Path | None) -> nn.Module | Mapping[str, Tensor]:
+    """The module that ``package.module:name`` gives, or the state_dict of a checkpoint."""
+    path, colon, attribute = name.rpartition(":")
+    if Path(name).suffix in _FILES:
+        if sets or weights is not None:
+            raise ValueError("--set and --weights need a model, package.module:name, not a checkpoint alone")
+        return load_state_dict(Path(name))
+    if not (path and colon and attribute) or path.startswith("."):  # there is nothing that ./nets:net is relative to
+        raise ValueError(
+            f"MODEL must be package.module:name or a .safetensors, .pt, .pth, .bin or .ckpt file, got {name!r}"
+        )
+    from torch import nn
+
+    if os.getcwd() not in sys.path:  # a command of its own does not find the user's modules otherwise
+        sys.path.insert(0, os.getcwd())
+    found: Any = importlib.import_module(path)
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            raise ValueError(f"{path} has no {attribute!r}")
+        found = getattr(found, part)
+    if not isinstance(found, nn.Module):
+        if not callable(found):
+            raise ValueError(f"{name} is neither a module nor something to call, but {type(found).__name__}")
+        arguments = _arguments(sets)
+        try:
+            inspect.signature(found).bind(**arguments)
+        except TypeError as error:
+            raise ValueError(f"{name}: {error}; its arguments are given with --set KEY=VALUE") from None
+        except ValueError:  # what is written in C may not say what it takes
+            pass
+        found = found(**arguments)
+    elif sets:
+        raise ValueError(f"--set needs something to call, {name} is a module already")
+    if not isinstance(found, nn.Module):
+        raise ValueError(f"{name} must give a torch.nn.Module, got {type(found).__name__}")
+    if weights is not None:
+        try:
+            found.load_state_dict(dict(load_state_dict(weights)))
+        except RuntimeError as error:  # names and shapes that do not fit
+            raise ValueError(f"{weights} does not fit the model: {error}") from None
+    return found
+
+
+def _arguments(sets: Sequence[str]) -> dict[str, Any]:
+    """KEY=VALUE as keyword arguments; a value that is no Python literal is a string."""
+    found: dict[str, Any] = {}
+    for text in sets:
+        key, equals, value = text.partition("=")
+        if not (key.isidentifier() and equals):
+            raise ValueError(f"--set must be KEY=VALUE, got {text!r}")
+        try:
+            found[key] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            found[key] = value
+    return found
+
+
+def load_state_dict(path: Path) -> Mapping[str, Tensor]:
+    """The state_dict in a checkpoint; nothing in the file is executed.
+
+    Args:
+        path: a ``.safetensors`` file, or one written by ``torch.save`` that holds tensors and plain containers: the
+            state_dict itself, or a dict with it under a usual name.
+    """
+    import torch
+
+    state = _load(path)
+    # The usual names first: what lies beside them may be a tensor too, such as the best accuracy so far.
+    candidates = [*(state[home] for home in _HOMES if home in state), state] if isinstance(state, Mapping) else []
+    for candidate in candidates:
+        if isinstance(candidate, Mapping) and any(isinstance(value, torch.Tensor) for value in candidate.values()):
+            return candidate
+    raise ValueError(f"{path} holds no state_dict, neither itself nor under {', '.join(_HOMES)}")
+
+
+def load_batch(path: Path) -> Any:
+    """A model's input from a file: a tensor, a list of positional or a dict of keyword arguments, as it was saved.
+
+    One tensor under whatever name, which is all that safetensors can say, is the tensor.
+    """
+    import torch
+
+    batch = _load(path)
+    if isinstance(batch, Mapping) and len(batch) == 1:
+        batch = next(iter(batch.values()))
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else [batch]
+    if not parts or not all(isinstance(part, torch.Tensor) for part in parts):
+        raise ValueError(f"{path} must hold a tensor, or a list or dict of tensors, to be an input")
+    return batch
+
+
+def _load(path: Path) -> Any:
+    """What a file holds: tensors and plain containers; nothing in it is executed."""
+    if not path.is_file():
+        raise ValueError(f"no such file: {path}")
+    if path.suffix == ".safetensors":
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        try:
+            return load_file(path)
+        except SafetensorError as error:
+            raise ValueError(f"{path} is no safetensors file: {error}") from None
+    import torch
+
+    from normmatters.doctor.diagnosis import first_line
+
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except OSError:  # says itself what is wrong
+        raise
+    except Exception as error:  # what is no such file raises whatever its bytes lead to
+        # torch's own advice, to unpickle it after all, comes first, and what is wrong with the file last.
+        said = re.search(r"WeightsUnpickler error:\s+(.+)", str(error))
+        other = re.search(r"GLOBAL (\S+)", str(error))
+        why = f"it holds {other[1]}; save a state_dict" if other else said[1] if said else first_line(error)
+        raise ValueError(f"{path} cannot be read as tensors and plain containers: {why}") from None
+
+
+def _print(found: Diagnosis) -> None:
+    from rich.table import Table
+
+    console = Console()
+    for table in found.tables():
+        if not table.rows:
+            continue
+        # A column that says nothing for this model takes no room.
+        columns = [i for i in range(len(table.columns)) if any(row[i] not in ("", "-") for row in table.rows)]
+        grid = Table(title=table.title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+        for i in columns:
+            right = table.columns[i] in ("keeps", "exact", "lean")
+            justify: Literal["right", "left"] = "right" if right else "left"
+            # Names are there to be copied: a narrow terminal breaks them, but cuts nothing off.
+            grid.add_column(table.columns[i], header_style="dim", justify=justify, overflow="fold")
+        for row in table.rows:
+            grid.add_row(*(escape(row[i]) for i in columns))
+        console.print(grid, highlight=False)
+        console.print()
+    for line in found.summary():
+        console.print(escape(line), highlight=False, soft_wrap=True)

@@ -1,0 +1,168 @@
+"""Bytes that a forward pass keeps for the backward pass, layer by layer, now and after a conversion.
+
+They are counted on a *ghost*: a copy of the model whose tensors have a shape but no memory. So nothing is computed, and
+a batch for a large GPU is measured on any machine. The GPU kernels are asked what they would keep, not launched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from normmatters.kernels import backends
+from normmatters.nn.batchnorm_base import LpBatchNorm
+from normmatters.probe import call
+from normmatters.surgery.fused import FusedMaxPool2d
+
+__all__ = ["Ghosts", "Kept"]
+
+
+class Kept(NamedTuple):
+    """Bytes kept for the backward pass: now, and after ``convert`` with ``memory="exact"`` and ``"lean"`` on a GPU.
+
+    A tensor that several layers keep is counted once, for the last of them: the input of a layer is the layer's. A norm
+    that takes over a max pool is counted with it.
+    ``exact`` and ``lean`` are None where no kernel can be asked (triton is not installed).
+
+    >>> Kept(now=100, exact=112, lean=12).saved
+    88
+    """
+
+    now: int
+    exact: int | None
+    lean: int | None
+
+    @property
+    def saved(self) -> int:
+        """What the best conversion saves; 0 where none does."""
+        return max(0, *(self.now - after for after in (self.exact, self.lean) if after is not None), 0)
+
+
+class Ghosts:
+    """Makes ghosts, and counts what they keep.
+
+    Args:
+        dtype: of their floating-point tensors; None is each tensor's own.
+
+    >>> ghosts = Ghosts()
+    >>> layer = ghosts.of(nn.BatchNorm1d(4))
+    >>> ghosts.keeps(layer, torch.randn(8, 4))  # the input (8×4), mean and deviation (4 each), 4 bytes a number
+    ({'': 160}, {'': (8, 4)})
+    """
+
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        self.dtype = dtype
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.on_gpu = False  # whether the last model was
+
+    def of(self, model: nn.Module) -> nn.Module:
+        """A copy of the model in training mode; no tensor of it is copied."""
+        self.on_gpu = any(t.is_cuda for t in [*model.parameters(), *model.buffers()])
+        memo: dict[int, Any] = {}
+        # Computed tensors too, which no copy could be made of: a hook's weight, a cache.
+        for t in (leaf for module in model.modules() for leaf in tree_leaves(vars(module)) if isinstance(leaf, Tensor)):
+            ghost = self._tensor(t)
+            memo[id(t)] = nn.Parameter(ghost, t.requires_grad) if isinstance(t, nn.Parameter) else ghost
+        try:
+            return copy.deepcopy(model, memo).train()
+        except TypeError as error:  # a lock, an open file
+            raise ValueError(
+                f"the model must allow copy.deepcopy, to be looked at without touching it: {error}"
+            ) from error
+
+    def _tensor(self, t: Tensor) -> Tensor:
+        dtype = self.dtype if self.dtype is not None and t.is_floating_point() else t.dtype
+        with self.mode:
+            return torch.empty_strided(t.shape, t.stride(), dtype=dtype, device="cpu")  # whatever the default is
+
+    def compare(
+        self, before: nn.Module, after: nn.Module, example_input: Any
+    ) -> tuple[dict[str, Kept], dict[str, tuple[int, ...]], Kept]:
+        """Bytes by layer, input shapes by layer, and the whole model's bytes; ``after`` is ``before`` converted."""
+        kernels = self.on_gpu and not backends.TRITON_MISSING
+        with _kernels_everywhere() if kernels else contextlib.nullcontext():  # norms that are ours already
+            now, inputs = self.keeps(before, example_input)
+        # What a pool keeps is counted for the norm that took it over: after the conversion they are one. The inputs are
+        # in the order of the pass, in which a norm and its pool come alike.
+        passed = [(name, after.get_submodule(name)) for name in inputs]
+        pooling = [name for name, m in passed if isinstance(m, LpBatchNorm) and m.pool is not None]
+        pools = [name for name, m in passed if isinstance(m, FusedMaxPool2d)]
+        for norm, pool in zip(pooling, pools):
+            now[norm] = now.get(norm, 0) + now.pop(pool, 0)
+        exact: dict[str, int] | None = None
+        lean: dict[str, int] | None = None
+        if not backends.TRITON_MISSING:
+            with _kernels_everywhere():
+                exact, lean = (self._with_memory(mode, after, example_input) for mode in ("exact", "lean"))
+
+        def kept(total: Callable[[dict[str, int]], int]) -> Kept:
+            return Kept(total(now), None if exact is None else total(exact), None if lean is None else total(lean))
+
+        layers = {name: kept(partial(_size_of, name)) for name in inputs}
+        return layers, inputs, kept(lambda sizes: sum(sizes.values()))
+
+    def _with_memory(self, mode: str, ghost: nn.Module, example_input: Any) -> dict[str, int]:
+        for module in ghost.modules():
+            if isinstance(module, LpBatchNorm):
+                module.memory = mode
+        return self.keeps(ghost, example_input)[0]
+
+    def keeps(self, ghost: nn.Module, example_input: Any) -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
+        """Bytes that a forward pass keeps, and the shape of the first input, by the module that was running."""
+        own = {t.untyped_storage()._cdata for t in [*ghost.parameters(), *ghost.buffers()]}
+        running = [""]
+        inputs: dict[str, tuple[int, ...]] = {}
+        kept: dict[int, tuple[str, Tensor]] = {}  # the tensors are held, so that no storage takes another's place
+
+        def enter(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            running.append(name)
+            for first in (*args, *kwargs.values())[:1]:
+                if isinstance(first, Tensor):
+                    inputs.setdefault(name, tuple(first.shape))
+
+        def leave(*_: Any) -> None:
+            running.pop()
+
+        def pack(t: Tensor) -> Tensor:
+            storage = t.untyped_storage()._cdata
+            if storage not in own:
+                kept[storage] = (running[-1], t)
+            return t
+
+        handles = []
+        for name, module in ghost.named_modules():
+            handles.append(module.register_forward_pre_hook(partial(enter, name), with_kwargs=True))
+            handles.append(module.register_forward_hook(leave, always_call=True))
+        x = tree_map_only(Tensor, self._tensor, example_input)
+        try:
+            with self.mode, torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), torch.enable_grad():
+                call(ghost, x)
+        finally:
+            for handle in handles:
+                handle.remove()
+        sizes: dict[str, int] = {}
+        for name, t in kept.values():
+            sizes[name] = sizes.get(name, 0) + t.untyped_storage().nbytes()
+        return sizes, inputs
+
+
+def _size_of(name: str, sizes: dict[str, int]) -> int:
+    return sizes.get(name, 0)
+
+
+@contextlib.contextmanager
+def _kernels_everywhere() -> Iterator[None]:
+    """Let the dispatcher choose for tensors without memory as it does for those on a GPU. No kernel is launched."""
+    before, backends.INTERPRETED = backends.INTERPRETED, True
+    try:
+        yield
+    finally:
+        backends.INTERPRETED = before
