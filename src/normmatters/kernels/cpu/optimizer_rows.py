@@ -44,10 +44,10 @@ def _starts(tensors: Sequence[Tensor]) -> Any:
     return (ctypes.c_int64 * len(starts))(*starts)
 
 
-def _table(columns: Sequence[Sequence[int]]) -> Any:
+def _table(columns: Sequence[list[int]]) -> Any:
     """The columns as an array of C structs, one for each tensor."""
     width = len(columns)
-    table = (ctypes.c_int64 * (width * len(columns[0])))()
+    table: Any = (ctypes.c_int64 * (width * len(columns[0])))()
     for i, column in enumerate(columns):
         table[i::width] = column
     return table
