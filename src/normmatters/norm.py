@@ -190,3 +190,11 @@ def _scale_constant(p: float | str, n: int, k: int | None, constant: str | float
 
 
 _cached_scale_constant = functools.lru_cache(typed=True)(_scale_constant)
+_cached_norm = functools.lru_cache(typed=True)(Norm)  # typed: True is no p, but equals 1
+
+
+def norm_of(p: float | str, k: int | None, constant: str | float, eps: float | None, memory: str = "exact") -> Norm:
+    """``Norm(p, k, constant, eps, memory)`` from a cache: a module, whose attributes may change, calls this often."""
+    if torch.compiler.is_compiling():  # traced as it stands; the compiler warns of caches
+        return Norm(p, k, constant, eps, memory)
+    return _cached_norm(p, k, constant, eps, memory)

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from normmatters import precision
 from normmatters.functional.checks import check_memory
 from normmatters.functional.hand_derived import plain_only
 from normmatters.functional.statistic import Kind, statistic_kind
+from normmatters.kernels import emulation
 from normmatters.kernels.operators import needs_operators
+from normmatters.norm import Norm
 
 logger = logging.getLogger("normmatters.kernels")
 
@@ -104,7 +105,7 @@ def chosen_for_batch_norm(
 ) -> tuple[Backend, Kind | None]:
     """The backend, and if it is the kernels the kind of statistic, else None."""
     check_memory(memory)
-    if precision.active() is not None:
+    if emulation.active() is not None:
         return Backend("arithmetic", "normmatters.precision.arithmetic is active"), None
     if not training:
         return Backend("plain", "in evaluation the module is torch's own batch norm"), None
@@ -179,25 +180,21 @@ def why_not_pooled(input: Tensor, kind: str, act: str | None) -> str:
     return ""
 
 
-def layer_norm_backend(
-    input: Tensor, normalized_shape: Sequence[int], *, p: float | str = 1, k: int | None = None
-) -> Backend:
+def layer_norm_backend(input: Tensor, normalized_shape: Sequence[int], norm: Norm) -> Backend:
     """Which backend serves a layer norm or RMS norm of ``input``, (..., *normalized_shape), and why not a faster one.
 
     Example::
 
-        >>> layer_norm_backend(torch.randn(8, 16), [16]).reason
+        >>> layer_norm_backend(torch.randn(8, 16), [16], Norm(1)).reason
         'the input is on cpu, and the kernels run on CUDA devices'
     """
-    if precision.active() is not None:
+    if emulation.active() is not None:
         return Backend("arithmetic", "normmatters.precision.arithmetic is active")
     reason = why_not_triton(input)
-    if not reason and statistic_kind(p, k) not in ("l1", "l2"):
-        reason = "there are layer norm kernels for p = 1 and p = 2 only"
     if not reason:
-        from normmatters.kernels import layer_norm_ops
+        from normmatters.kernels.triton import layer_norm
 
-        reason = layer_norm_ops.supported(input, normalized_shape) or ""
+        reason = layer_norm.why_not(input, normalized_shape, norm)
     return Backend("plain", reason) if reason else _TRITON
 
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from normmatters import functional, precision
+from normmatters import functional
 from normmatters.functional import hand_derived
 from normmatters.functional.checks import check_batch_norm, check_layer_norm
-from normmatters.functional.statistic import compute_dtype, scale_constant, statistic_kind
+from normmatters.functional.layer_norm import layer_norm as plain_layer_norm
+from normmatters.functional.statistic import scale_constant
+from normmatters.kernels import emulation
 from normmatters.kernels.backends import (
     Backend,
     batch_norm_backend,
@@ -23,6 +24,7 @@ from normmatters.kernels.backends import (
     say,
     why_not_pooled,
 )
+from normmatters.norm import Norm, RunningStats
 
 __all__ = [
     "Backend",
@@ -46,7 +48,6 @@ def _constant(p: float | str, n: int, k: int | None, constant: str | float) -> f
 
 _PLAIN = (Tensor, nn.Parameter)
 _WITHOUT_KERNELS = {
-    "arithmetic": precision.batch_norm,
     "hand-derived": hand_derived.batch_norm,
     "plain": functional.lp_batch_norm,
 }
@@ -177,6 +178,13 @@ def linked_batch_norm(
         return output, link
     if training:
         say("batch norm", backend, input)
+    arithmetic = emulation.active()
+    if arithmetic is not None:
+        norm = Norm(p, k, constant, eps)
+        running = RunningStats(running_mean, running_var, None, momentum)
+        output = arithmetic.batch_norm(input, norm, weight, bias, running, training, residual=residual, act=act)
+        _count(num_batches_tracked)
+        return output, None
     plain = _WITHOUT_KERNELS[backend.name]
     output = plain(
         input,
@@ -264,78 +272,43 @@ def max_pool(input: Tensor) -> Tensor:
 def layer_norm(
     input: Tensor,
     normalized_shape: Sequence[int],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
+    norm: Norm,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
     *,
-    p: float | str = 1,
-    k: int | None = None,
-    constant: str | float = "exact",
+    centered: bool = True,
 ) -> Tensor:
-    """Layer norm of any kind; see :func:`normmatters.functional.lp_layer_norm`.
+    """Layer norm, or with ``centered=False`` RMS norm; see :func:`normmatters.functional.lp_layer_norm`.
 
     input: (..., *normalized_shape); weight and bias: normalized_shape.
 
     Example::
 
-        >>> layer_norm(torch.tensor([1.0, 3.0]), [2], None, None, 0.0)
+        >>> layer_norm(torch.tensor([1.0, 3.0]), [2], Norm(1, eps=0.0))
         tensor([-0.7979,  0.7979])
     """
-    backend = layer_norm_backend(input, normalized_shape, p=p, k=k)
+    backend = layer_norm_backend(input, normalized_shape, norm)
     if backend.name == "triton":
-        return _layer_norm_kernel(input, normalized_shape, weight, bias, eps, p, k, constant, centered=True)
-    if backend.name == "arithmetic":
-        return precision.layer_norm(input, normalized_shape, weight, bias, eps, p=p, k=k, constant=constant)
-    say("layer norm", backend, input)
-    return functional.lp_layer_norm(input, normalized_shape, weight, bias, eps, p=p, k=k, constant=constant)
+        from normmatters.kernels.triton import layer_norm as triton_layer_norm
+
+        check_layer_norm(input, normalized_shape, norm, weight, bias)
+        _check_plain(weight, bias)
+        return triton_layer_norm.layer_norm(input, normalized_shape, norm, weight, bias, centered=centered)
+    arithmetic = emulation.active()
+    if arithmetic is not None:
+        return arithmetic.layer_norm(input, normalized_shape, norm, weight, bias, centered=centered)
+    say("layer norm" if centered else "RMS norm", backend, input)
+    return plain_layer_norm(input, normalized_shape, norm, weight, bias, centered=centered)
 
 
-def rms_norm(
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None,
-    eps: float | None,
-    *,
-    p: float = 1,
-    constant: str | float = "exact",
-) -> Tensor:
-    """RMS norm of any kind; see :func:`normmatters.functional.lp_rms_norm`.
+def rms_norm(input: Tensor, normalized_shape: Sequence[int], norm: Norm, weight: Tensor | None = None) -> Tensor:
+    """RMS norm; see :func:`normmatters.functional.lp_rms_norm`.
 
     input: (..., *normalized_shape); weight: normalized_shape.
 
     Example::
 
-        >>> rms_norm(torch.tensor([2.0, -2.0]), [2], None, 0.0)
+        >>> rms_norm(torch.tensor([2.0, -2.0]), [2], Norm(1, eps=0.0))
         tensor([ 0.7979, -0.7979])
     """
-    backend = layer_norm_backend(input, normalized_shape, p=p)
-    if backend.name == "triton":
-        epsilon = torch.finfo(compute_dtype(input.dtype)).eps if eps is None else eps
-        return _layer_norm_kernel(input, normalized_shape, weight, None, epsilon, p, None, constant, centered=False)
-    if backend.name == "arithmetic":
-        return precision.rms_norm(input, normalized_shape, weight, eps, p=p, constant=constant)
-    say("RMS norm", backend, input)
-    return functional.lp_rms_norm(input, normalized_shape, weight, eps, p=p, constant=constant)
-
-
-def _layer_norm_kernel(
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    p: float | str,
-    k: int | None,
-    constant: str | float,
-    *,
-    centered: bool,
-) -> Tensor:
-    from normmatters.kernels import layer_norm_ops
-
-    kind = statistic_kind(p, k)
-    check_layer_norm(input, normalized_shape, weight, bias, eps, kind=kind, k=k)
-    _check_plain(weight, bias)
-    C = scale_constant(p, math.prod(normalized_shape), k, constant)
-    return layer_norm_ops.layer_norm(
-        input, normalized_shape, weight, bias, eps, kind=kind, constant=C, centered=centered
-    )
+    return layer_norm(input, normalized_shape, norm, weight, centered=False)

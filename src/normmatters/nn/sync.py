@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # unlike torch.compiler.disable, it imports the compiler only when called
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from normmatters import precision
 from normmatters.functional.batch_norm import update_running_statistics
 from normmatters.functional.checks import check_batch_norm, check_residual
 from normmatters.functional.statistic import Kind, compute_dtype, scale_constant, statistic_kind
+from normmatters.kernels import emulation
 from normmatters.kernels.dispatch import _count, max_pool
 from normmatters.kernels.double_backward import once_differentiable
 from normmatters.nn.batchnorm_act import ThenAct
@@ -103,7 +103,7 @@ class SyncLpBatchNorm(LpBatchNorm):
         distributed = self.training and dist.is_available() and dist.is_initialized()
         if not distributed or dist.get_world_size(self.process_group) == 1:
             return super()._batch_norm(input, running_mean, running_var, batches, training, momentum, residual, *links)
-        if precision.active() is not None:
+        if emulation.active() is not None:
             raise RuntimeError("precision.arithmetic does not reach over several processes; leave it or the group")
         kind = statistic_kind(self.p, self.k)
         # Counts can be checked only once the whole batch is known; everything else about the input is checked here.

@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from normmatters import precision
+from normmatters.kernels import emulation
 from normmatters.probe import Probe, Rescaling, cuda_devices, named_parameters, plain_name, unwrap
 
 __all__ = ["Invariance", "ScaleInvariantParameters", "scale_invariant_parameters", "split_parameters"]
@@ -276,7 +276,7 @@ def scale_invariant_parameters(
         raise ValueError(f"tol must lie in (0, 1) and probes be 1 or more, got {tol} and {probes}")
     if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"dtype must be a floating-point torch.dtype, got {dtype!r}")
-    if precision.active() is not None:
+    if emulation.active() is not None:
         raise ValueError("precision.arithmetic rounds too coarsely for this test: call it outside")
     bare = unwrap(model)
     with torch.random.fork_rng(devices=cuda_devices(bare)), torch.inference_mode(False), torch.enable_grad():
@@ -312,7 +312,8 @@ def split_parameters(model: nn.Module, example_input: Any, **options: Any) -> li
 
     >>> model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     >>> invariant, rest = split_parameters(model, torch.randn(8, 3))
-    >>> optimizer = torch.optim.SGD([invariant | {"weight_decay": 0.0}, rest | {"weight_decay": 5e-4}], lr=0.1)
+    >>> groups = [invariant, rest | {"weight_decay_free": False}]
+    >>> optimizer = WeightDecayFreeSGD(groups, lr=0.1, momentum=0.9, weight_decay=5e-4)
     """
     result = scale_invariant_parameters(model, example_input, **options)
     invariant = list(result.named_parameters())
