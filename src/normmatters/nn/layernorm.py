@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from normmatters.functional.checks import check_eps
 from normmatters.functional.statistic import check_constant, scale_constant, statistic_kind
 from normmatters.kernels import dispatch
 from normmatters.nn.leaf import module_call
+from normmatters.norm import check_eps
 
 
 class LpLayerNorm(nn.LayerNorm):

@@ -44,11 +44,11 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo  # unlike torch.compiler.disable, it imports the compiler only when called
 
-from normmatters import functional
-from normmatters.functional.batch_norm import update_running_statistics
+from normmatters.functional.batch_norm import batch_norm as plain_batch_norm
 from normmatters.functional.checks import check_batch_norm, check_layer_norm
-from normmatters.functional.statistic import Kind, check_constant, compute_dtype, scale_constant, statistic_kind
+from normmatters.kernels import backends
 from normmatters.kernels.triton.layout import memory_format
+from normmatters.norm import Norm, RunningStats, compute_dtype
 from normmatters.precision.normalize import Normalize, Rule
 from normmatters.precision.rounding import FORMATS, STORAGE
 
@@ -131,6 +131,7 @@ class _Context(contextlib.ContextDecorator):
         global _open_contexts
         with _lock:
             _open_contexts += 1
+            backends.emulation = _EMULATION
         _entered.set((*_entered.get(), self.setting))
         return self.setting
 
@@ -138,6 +139,8 @@ class _Context(contextlib.ContextDecorator):
         global _open_contexts
         with _lock:  # whoever leaves
             _open_contexts -= 1
+            if _open_contexts == 0:
+                backends.emulation = None
         entered = _entered.get()
         if entered[-1:] != (self.setting,):
             raise ValueError(
@@ -184,33 +187,33 @@ def batch_norm(
     tensor([[-0.7983],
             [ 0.7983]])
     """
-    kind = _supported_kind(p, k)
-    check_constant(constant)
-    check_batch_norm(
-        input, running_mean, running_var, weight, bias, training, eps, kind=kind, k=k, act=act, residual=residual
-    )
+    running = RunningStats(running_mean, running_var, momentum=momentum)
+    return _batch_norm(input, Norm(p, k, constant, eps), weight, bias, running, training, residual=residual, act=act)
+
+
+@_disable_dynamo
+def _batch_norm(
+    input: Tensor,
+    norm: Norm,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running: RunningStats,
+    training: bool,
+    *,
+    residual: Tensor | None = None,
+    act: str | None = None,
+) -> Tensor:
+    _check_supported(norm)
+    check_batch_norm(input, norm, weight, bias, running, training, residual=residual, act=act)
     if input.numel() == 0:  # nothing to round
-        return functional.lp_batch_norm(
-            input,
-            running_mean,
-            running_var,
-            weight,
-            bias,
-            training,
-            momentum,
-            eps,
-            p=p,
-            k=k,
-            act=act,
-            residual=residual,
-        )
+        return plain_batch_norm(input, norm, weight, bias, running, training, residual=residual, act=act)
     n = input.numel() // input.shape[1]
-    C = scale_constant(p, n, k, constant) if training else 1.0  # for fixed statistics n may be less than k
-    rule = Rule(_required(), kind, k or 1, C, 0.0 if kind == "mean" else eps, relu=act == "relu")
+    C = norm.scale_constant(n) if training else 1.0  # for fixed statistics n may be less than k
+    rule = Rule(_required(), norm.kind, norm.k or 1, C, norm.epsilon(input.dtype), relu=act == "relu")
     fixed = None
     if not training:
-        assert running_mean is not None  # checked above
-        fixed = _running_scale(running_mean, running_var, rule)
+        assert running.mean is not None  # checked above
+        fixed = _running_scale(running.mean, running.var, rule)
 
     def rows(x: Tensor | None) -> Tensor | None:  # (N, C, ...) -> (C, n)
         return None if x is None else x.transpose(0, 1).reshape(x.shape[1], -1)
@@ -221,8 +224,8 @@ def batch_norm(
     y: Tensor
     y, mean, scale = Normalize.apply(rows(input), column(weight), column(bias), rows(residual), fixed, rule)
     if training:
-        squared = None if kind == "mean" else scale.flatten().square()
-        update_running_statistics(running_mean, running_var, mean.flatten(), squared, n, momentum, kind=kind)
+        squared = None if norm.kind == "mean" else scale.flatten().square()
+        running.update(norm, mean.flatten(), squared, n)
     shape = input.shape
     y = y.reshape(shape[1], shape[0], *shape[2:]).transpose(0, 1)
     return y.contiguous(memory_format=memory_format(input))
@@ -287,10 +290,12 @@ def _layer_norm(
     *,
     center: bool,
 ) -> Tensor:
-    kind = _supported_kind(p, k)
+    norm = Norm(p, k, constant)
+    _check_supported(norm)
+    kind = norm.kind
     check_layer_norm(input, normalized_shape, weight, bias, eps, kind=kind, k=k)
     n = math.prod(normalized_shape)
-    C = scale_constant(p, n, k, constant)
+    C = norm.scale_constant(n)
     rule = Rule(_required(), kind, k or 1, C, eps, center=center, weight_dim=1)
     weight, bias = (None if x is None else x.reshape(1, n) for x in (weight, bias))
     rows = input.reshape(input.numel() // max(n, 1), n)
@@ -298,11 +303,9 @@ def _layer_norm(
     return y.reshape(input.shape)
 
 
-def _supported_kind(p: float | str, k: int | None) -> Kind:
-    kind = statistic_kind(p, k)
-    if kind == "lp":
-        raise ValueError(f"precision.arithmetic supports p = 1, 2, math.inf, 'range' and 'mean', got p = {p!r}")
-    return kind
+def _check_supported(norm: Norm) -> None:
+    if norm.kind == "lp":
+        raise ValueError(f"precision.arithmetic supports p = 1, 2, math.inf, 'range' and 'mean', got p = {norm.p!r}")
 
 
 def _required() -> Arithmetic:
@@ -315,6 +318,18 @@ def _required() -> Arithmetic:
             "by backward() or torch.autograd.grad here, or leave the arithmetic"
         )
     return setting
+
+
+class _Emulation:
+    """What :mod:`normmatters.kernels.dispatch` calls while an arithmetic is in force."""
+
+    active = staticmethod(active)
+    batch_norm = staticmethod(_batch_norm)
+    layer_norm = staticmethod(layer_norm)
+    rms_norm = staticmethod(rms_norm)
+
+
+_EMULATION = _Emulation()
 
 
 def _running_scale(mean: Tensor, var: Tensor | None, rule: Rule) -> tuple[Tensor, Tensor]:

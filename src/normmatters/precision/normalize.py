@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from normmatters.functional.statistic import Kind
 from normmatters.kernels.double_backward import once_differentiable
+from normmatters.norm import Kind
 from normmatters.precision.rounding import (
     add,
     constant,

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from normmatters.functional.hand_derived import plain_only
-from normmatters.kernels.backends import TRITON_MISSING
+from normmatters.kernels.backends import TRITON_MISSING, plain_only
 from normmatters.kernels.operators import needs_operators
 from normmatters.weight_norm.parametrizations import BoundedWeight, ClassicWeight
 from normmatters.weight_norm.parametrized import WEIGHT_LAYERS, own_parametrization, v_and_rho
