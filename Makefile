@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
 
-.PHONY: test lint install wheel-check mutation bench demo report docs docs-images clean
+.PHONY: test lint install wheel-check mutation native bench demo report docs docs-images clean
 
 install: $(VENV)/.installed
 
@@ -33,6 +33,11 @@ wheel-check: install
 # Do the tests notice a wrong line? A sample of small changes to constants, functional and optim: see docs/mutation.md.
 mutation: install
 	$(BIN)/python tools/mutate.py
+
+# The native CPU kernels, built beside their sources: for work on them. Needs cmake and ninja.
+native:
+	mkdir -p build
+	cmake -S . -B build/native -G Ninja > build/native.log && cmake --build build/native
 
 # Ours against the peers on this machine's device: results/bench/*.json and a picture.
 bench: install

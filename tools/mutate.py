@@ -55,8 +55,8 @@ NEAR = {
 }
 FAR = {
     "constants": ["test_constants.py", "functional"],
-    "functional": ["functional", "weight_norm/test_bounded_weight.py", "nn", "test_docstrings.py"],
-    "optim": ["optim", "kernels/test_rows_kernels.py", "test_docstrings.py"],
+    "functional": ["functional", "weight_norm/test_bounded_weight.py", "nn", "docs/test_docstrings.py"],
+    "optim": ["optim", "kernels/test_rows_kernels.py", "docs/test_docstrings.py"],
 }
 
 # Not "|": most are between types.

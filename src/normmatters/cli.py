@@ -17,7 +17,7 @@ try:
 except ImportError:  # the library itself needs neither
     sys.exit('The command needs a few more packages: pip install "normmatters[lab]"')
 
-from normmatters.cli_doctor import doctor
+from normmatters.doctor.cli import doctor
 
 if TYPE_CHECKING:
     from normmatters.lab.report import Report

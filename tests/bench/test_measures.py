@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from normmatters import _origin
+from normmatters import provenance
 from normmatters.bench import check, harness, peers, resnet50, timing
 from normmatters.functional import lp_layer_norm
 from normmatters.surgery import convert
@@ -218,16 +218,16 @@ def test_the_native_peer_keeps_its_input_alone() -> None:
 def test_a_checkout_that_code_is_installed_in_is_not_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NORMMATTERS_COMMIT", raising=False)
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
-    installed = tmp_path / ".venv" / "_origin.py"
+    installed = tmp_path / ".venv" / "provenance.py"
     installed.parent.mkdir()
     installed.touch()
     subprocess.run([*git, "init", "-q"], check=True)
     subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "theirs"], check=True)
-    monkeypatch.setattr(_origin, "__file__", str(installed))
-    assert _origin.commit() is None
+    monkeypatch.setattr(provenance, "__file__", str(installed))
+    assert provenance.commit() is None
     subprocess.run([*git, "add", str(installed)], check=True)
     subprocess.run([*git, "commit", "-q", "-m", "ours"], check=True)
-    found = _origin.commit()
+    found = provenance.commit()
     assert found is not None
     assert len(found) == 40
 
@@ -238,7 +238,7 @@ def test_code_without_its_history_may_be_told_its_commit(monkeypatch: pytest.Mon
 
     monkeypatch.setenv("NORMMATTERS_COMMIT", "abc123")
     assert harness.environment(CPU)["commit"] == "abc123"  # a checkout that it was copied into says nothing about it
-    monkeypatch.setattr(_origin.subprocess, "run", no_repository)
+    monkeypatch.setattr(provenance.subprocess, "run", no_repository)
     assert harness.environment(CPU)["commit"] == "abc123"
     monkeypatch.delenv("NORMMATTERS_COMMIT")
     assert harness.environment(CPU)["commit"] is None

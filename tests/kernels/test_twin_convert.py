@@ -12,13 +12,12 @@ from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("triton")
 
-from test_links import DEVICE, Block
-
 from normmatters import precision
 from normmatters.kernels import backends
 from normmatters.nn import LpBatchNorm2d, twin
 from normmatters.nn.sync import convert_sync_batchnorm
 from normmatters.surgery import convert, to_torch
+from support.residual_block import DEVICE, Block
 
 
 class Down(nn.Module):

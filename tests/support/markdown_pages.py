@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 _FOLDERS = ("docs", "examples", "experiments", "results", "tests")
@@ -60,3 +61,15 @@ def anchors(text: str) -> set[str]:
     plain = [re.sub(r"\[([^\]]*)\]\([^)]*\)|`", r"\1", heading) for heading in _HEADING.findall(without_blocks(text))]
     slugs = {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in plain}
     return slugs | set(re.findall(r"(?:id|name)=\"([^\"]+)\"", text))
+
+
+def run_blocks(page: Path) -> list[dict[str, Any]]:
+    """Run the Python blocks of a page one after the other in one namespace; what each left behind."""
+    names: dict[str, Any] = {"__name__": "__main__"}
+    after = []
+    for block in blocks(read(page)):
+        if block.language == "python":
+            # So many empty lines make a traceback name the line of the page.
+            exec(compile("\n" * block.line + block.code, str(page), "exec"), names)
+            after.append(dict(names))
+    return after

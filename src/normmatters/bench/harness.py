@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from normmatters._origin import commit, device_name
 from normmatters.bench import peers, timing
+from normmatters.provenance import commit, device_name
 
 Row = dict[str, Any]
 Axes = Mapping[str, Sequence[str]]

@@ -23,8 +23,8 @@ from typing import IO, Any
 import torch
 
 import normmatters
-from normmatters._origin import commit, device_name
 from normmatters.lab.config import RunConfig, config_hash, differences, from_dict, to_json
+from normmatters.provenance import commit, device_name
 
 
 class RunError(RuntimeError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from normmatters._table import aligned
+from normmatters.text_table import aligned
 
 
 @dataclass(frozen=True)

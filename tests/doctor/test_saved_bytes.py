@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import normmatters as nm
+from normmatters.doctor.saved_bytes import Ghosts, Kept
 from normmatters.kernels import backends, dispatch
-from normmatters.saved_bytes import Ghosts, Kept
 from support.models import ResNet, batch
 
 

@@ -236,7 +236,7 @@ def _load(path: Path) -> Any:
             raise ValueError(f"{path} is no safetensors file: {error}") from None
     import torch
 
-    from normmatters.doctor import first_line
+    from normmatters.doctor.diagnosis import first_line
 
     try:
         return torch.load(path, map_location="cpu", weights_only=True)

@@ -10,8 +10,7 @@ from torch import nn
 
 from normmatters import bench
 from normmatters.bench import report
-from support.markdown_pages import PAGES, ROOT, name, read
-from test_docs_blocks import run_blocks
+from support.markdown_pages import PAGES, ROOT, name, read, run_blocks
 
 README = ROOT / "README.md"
 
@@ -41,7 +40,7 @@ def test_benchmark_tables_are_those_of_the_results(page: Path) -> None:
     text, results = read(page), ROOT / "results" / "bench"
     for bench_name, words in re.findall(r"<!-- bench:(\w+)((?: [\w.]+)*) -->\n", text):
         assert bench_name in bench.NAMES
-        axes, _ = bench._bench(bench_name)
+        axes = bench.axes_of(bench_name)
         assert set(words.split()) <= {word for column in axes.values() for word in column}
         assert (results / f"{bench_name}.json").is_file(), f"the table of {bench_name} has no results to be filled from"
     assert report.fill(text, results) == text, f"run `python -m normmatters.bench.report {name(page)}`"

@@ -16,7 +16,7 @@ from normmatters.bench.__main__ import main as bench_main
 from normmatters.cli import app
 from normmatters.kernels import backends
 from normmatters.lab.experiments import PRESETS, experiment_names, load_cell
-from support.markdown_pages import PAGES, ROOT, blocks, name, read, spans
+from support.markdown_pages import PAGES, ROOT, blocks, name, read, run_blocks, spans
 
 # A page about one of these is skipped where it is not installed; that anything else is missing is an error.
 OPTIONAL = {
@@ -24,18 +24,6 @@ OPTIONAL = {
     *("sklearn", "tensorboard", "timm", "torchao", "torchvision", "transformers"),
 }
 WITH_PYTHON = [page for page in PAGES if any(block.language == "python" for block in blocks(read(page)))]
-
-
-def run_blocks(page: Path) -> list[dict[str, Any]]:
-    """Run the Python blocks of a page one after the other in one namespace; what each left behind."""
-    names: dict[str, Any] = {"__name__": "__main__"}
-    after = []
-    for block in blocks(read(page)):
-        if block.language == "python":
-            # So many empty lines make a traceback name the line of the page.
-            exec(compile("\n" * block.line + block.code, str(page), "exec"), names)
-            after.append(dict(names))
-    return after
 
 
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=name)

@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from normmatters import cli
-from normmatters.cli_doctor import load_state_dict
 from normmatters.doctor import diagnose
+from normmatters.doctor.cli import load_state_dict
 
 NET = """
 from torch import nn

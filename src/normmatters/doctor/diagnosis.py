@@ -1,6 +1,6 @@
 """What a model's norms do: to which weights, at what cost, and what :func:`normmatters.convert` would change.
 
-Nothing of the model is changed. See :mod:`normmatters.saved_bytes` for how memory is counted without using any.
+Nothing of the model is changed. See :mod:`normmatters.doctor.saved_bytes` for how memory is counted without using any.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from normmatters._table import aligned
+from normmatters.doctor.saved_bytes import Ghosts, Kept
 from normmatters.kernels import backends
 from normmatters.optim import Invariance, Recipe, channel_norms, scale_invariant_parameters, steps_to_equilibrium
 from normmatters.optim._probe import unwrap
 from normmatters.optim._rows import plain_name, resolve
-from normmatters.saved_bytes import Ghosts, Kept
 from normmatters.surgery import ConversionReport
 from normmatters.surgery.swap import NormSpec, check_model, swap
 from normmatters.tails import measure_tails
+from normmatters.text_table import aligned
 from normmatters.weight_norm import BoundedWeight, ClassicWeight
 
 __all__ = ["Diagnosis", "Kept", "NormLayer", "Spread", "Table", "Weight", "diagnose"]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 spec = importlib.util.spec_from_file_location("mutate", ROOT / "tools" / "mutate.py")
 assert spec is not None
 assert spec.loader is not None
