@@ -112,7 +112,6 @@ class RunningStats(NamedTuple):
     num_batches: Tensor | None = None
     momentum: float | Tensor = 0.1
 
-    @torch.no_grad()
     def update(self, norm: Norm, mean: Tensor, squared: Tensor | None, n: int | Tensor) -> None:
         """Move ``mean`` and ``var`` towards a batch's mean μ and squared scale s², in place.
 
@@ -125,10 +124,11 @@ class RunningStats(NamedTuple):
             mean, squared: (C,), the batch's μ and s²; ``squared`` is None for mean-only.
             n: number of elements per channel; a tensor where the host does not know it.
         """
-        if self.mean is not None:
-            _move(self.mean, mean, self.momentum)
-        if self.var is not None and squared is not None:
-            _move(self.var, squared if norm.kind == "range" else squared * (n / (n - 1)), self.momentum)
+        with torch.no_grad():
+            if self.mean is not None:
+                _move(self.mean, mean, self.momentum)
+            if self.var is not None and squared is not None:
+                _move(self.var, squared if norm.kind == "range" else squared * (n / (n - 1)), self.momentum)
 
 
 def _move(running: Tensor, batch: Tensor, momentum: float | Tensor) -> None:
@@ -214,23 +214,6 @@ def _scale_constant(p: float | str, n: int, k: int | None, constant: str | float
 
 
 _cached_scale_constant = functools.lru_cache(typed=True)(_scale_constant)
-_cached_norm = functools.lru_cache(typed=True)(Norm)  # typed: True is no p, but equals 1
-
-
-def norm_of(p: float | str, k: int | None, constant: str | float, eps: float | None, memory: str) -> Norm:
-    """``Norm(p, k, constant, eps, memory)`` from a cache: a module, whose attributes may change, calls this often."""
-    if not torch.compiler.is_compiling():
-        return _cached_norm(p, k, constant, eps, memory)
-    from torch.fx.experimental.symbolic_shapes import guard_scalar
-
-    # A float that was another one when the same code was compiled before is symbolic.
-    p, constant, eps = (guard_scalar(x) if isinstance(x, float) else x for x in (p, constant, eps))  # type: ignore[assignment]
-    return _constant_norm(p, k, constant, eps, memory)
-
-
-def _constant_norm(*arguments: Any) -> Norm:
-    return _cached_norm(*arguments)
-
-
-# torch.compile takes the result as a constant instead of tracing how a Norm is made.
-_constant_norm._dynamo_marked_constant = True  # type: ignore[attr-defined]
+#: ``Norm(p, k, constant, eps, memory)`` from a cache, for a module, whose attributes may change. typed: True is no p,
+#: but equals 1.
+cached_norm = functools.lru_cache(typed=True)(Norm)

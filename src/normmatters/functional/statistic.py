@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from normmatters.norm import Kind, Norm, compute_dtype, norm_of
+from normmatters.norm import Kind, Norm, compute_dtype
 
 __all__ = ["compute_dtype", "scale_and_divisor", "statistic"]
 
@@ -70,7 +70,7 @@ def check_constant(constant: str | float) -> None:
 
 
 def scale_constant(p: float | str, n: int, k: int | None = None, constant: str | float = "exact") -> float:
-    return norm_of(p, k, constant, 0.0, "exact").scale_constant(n)
+    return Norm(p, k, constant).scale_constant(n)
 
 
 def squared_scale(centered: Tensor, dims: list[int], kind: Kind, p: float | str, k: int | None, C: float) -> Tensor:

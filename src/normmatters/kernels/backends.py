@@ -151,7 +151,7 @@ def batch_norm_backend(input: Tensor, norm: Norm = _L1, *, training: bool = True
         return _EMULATED
     if not training:
         return Backend("plain", "in evaluation the module is torch's own batch norm")
-    reason = why_not_triton(input) or _why_not_batch_norm_kernel(input, norm)
+    reason = why_not_triton(input) or why_not_batch_norm_kernel(input, norm)
     if not reason:
         return TRITON
     return Backend("hand-derived" if _takes_hand_derived(input) else "plain", reason)
@@ -171,9 +171,9 @@ def _takes_hand_derived(input: Tensor) -> bool:
     )
 
 
-def _why_not_batch_norm_kernel(input: Tensor, norm: Norm) -> str:
+def why_not_batch_norm_kernel(input: Tensor, norm: Norm) -> str:
     if input.numel() > 2**29 and input.dim() >= 2:
-        reason = _why_too_large(input)
+        reason = why_too_large(input)
         if reason:
             return reason
     if norm.kind in ("l1", "l2", "mean"):
@@ -193,7 +193,7 @@ def _why_not_batch_norm_kernel(input: Tensor, norm: Norm) -> str:
     return ""
 
 
-def _why_too_large(input: Tensor) -> str:
+def why_too_large(input: Tensor) -> str:
     from normmatters.kernels.triton.layout import MAX_COLS, MAX_ROWS, memory_format
 
     channel, image = input.numel() // input.shape[1], input.numel() // input.shape[0]

@@ -107,7 +107,7 @@ def linked_batch_norm(
         )  # fmt: skip
         _count_after_kernel(running, in_kernel)
         return pair
-    if training:
+    if training and input.is_cuda:
         log_fallback("batch norm", backend, input)
     if backend.name == "plain":
         output = plain_batch_norm(input, norm, weight, bias, running, training, residual=residual, act=act)

@@ -19,10 +19,10 @@ class ThenAct:
     drop: nn.Module
     activation: nn.Module
 
-    def forward(self, input: Tensor, residual: Tensor | None = None, *, apply_act: bool = True) -> Tensor:
+    def forward(self, input: Tensor, *residual: Tensor, **options: bool) -> Tensor:
         if isinstance(input, Proxy):
-            return module_call(self, input, *(() if residual is None else (residual,)))
-        output: Tensor = self.activation(self.drop(super().forward(input, residual, apply_act=apply_act)))  # type: ignore[misc]
+            return module_call(self, input, *residual)
+        output: Tensor = self.activation(self.drop(super().forward(input, *residual, **options)))  # type: ignore[misc]
         return output
 
     def forward_linked(
@@ -36,7 +36,7 @@ class ThenAct:
         pooled: bool = False,
     ) -> tuple[Tensor, None]:
         """:meth:`forward`, and no link: it would belong to what the activation has not seen yet."""
-        output = self.forward(input, residual)
+        output = self.forward(input, *(() if residual is None else (residual,)))
         output = output.relu() if relu else output
         return dispatch.max_pool(output) if pooled else output, None
 

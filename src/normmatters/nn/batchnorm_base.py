@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from normmatters.kernels import dispatch
 from normmatters.nn.leaf import module_call
-from normmatters.norm import Norm, RunningStats, check_act, check_eps, norm_of
+from normmatters.norm import Norm, RunningStats, cached_norm, check_act, check_eps
 
 
 class LpBatchNorm(_NormBase):
@@ -56,7 +56,7 @@ class LpBatchNorm(_NormBase):
         check_eps(eps)
         if p == "mean":  # no scale: so that evaluation is still exactly a batch norm, whose running_var stays 1
             eps = 0.0
-        norm_of(p, k, constant, eps, memory)  # refuses what is no norm
+        Norm(p, k, constant, eps, memory)  # refuses what is no norm
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
         if not bias:  # not passed on: torch 2.11's base class has no such argument
             self.register_parameter("bias", None)
@@ -71,7 +71,9 @@ class LpBatchNorm(_NormBase):
     @property
     def norm(self) -> Norm:
         """Which normalization: p, k, constant, eps and memory as they are now."""
-        return norm_of(self.p, self.k, self.constant, self.eps, self.memory)
+        # The compiler would look into the cache anyway, and warn of it.
+        make = Norm if torch.compiler.is_compiling() else cached_norm
+        return make(self.p, self.k, self.constant, self.eps, self.memory)
 
     def forward(self, input: Tensor, residual: Tensor | None = None, *, apply_act: bool = True) -> Tensor:
         """Normalize ``input``, (N, C, ...), add ``residual`` of the same shape if given, apply ``act`` if set.
