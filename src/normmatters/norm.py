@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 import functools
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -214,6 +214,12 @@ def _scale_constant(p: float | str, n: int, k: int | None, constant: str | float
 
 
 _cached_scale_constant = functools.lru_cache(typed=True)(_scale_constant)
-#: ``Norm(p, k, constant, eps, memory)`` from a cache, for a module, whose attributes may change. typed: True is no p,
-#: but equals 1.
+#: ``Norm(p, k, constant, eps, memory)`` from a cache. typed: True is no p, but equals 1.
 cached_norm = functools.lru_cache(typed=True)(Norm)
+
+
+def norm_of(p: float | str, k: int | None, constant: str | float, eps: float | None, memory: str = "exact") -> Norm:
+    """``Norm(p, k, constant, eps, memory)`` from a cache: a module, whose attributes may change, calls this often."""
+    if torch.compiler.is_compiling():  # traced as it stands; the compiler warns of caches
+        return Norm(p, k, constant, eps, memory)
+    return cached_norm(p, k, constant, eps, memory)

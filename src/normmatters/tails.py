@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from normmatters.functional.statistic import statistic
 from normmatters.norm import Norm, compute_dtype
-from normmatters.optim._probe import gpus, run
+from normmatters.probe import call, cuda_devices
 from normmatters.surgery.swap import is_channels_first
 
 __all__ = ["measure_tails", "tails"]
@@ -79,8 +79,8 @@ def measure_tails(model: nn.Module, example_input: Any) -> dict[str, Tensor]:
         if isinstance(module, nn.modules.batchnorm._NormBase | nn.LayerNorm):
             if not isinstance(module, nn.modules.instancenorm._InstanceNorm):
                 module.register_forward_pre_hook(partial(look, name), with_kwargs=True)
-    with torch.random.fork_rng(gpus(copied)):
-        run(copied, example_input)
+    with torch.random.fork_rng(cuda_devices(copied)):
+        call(copied, example_input)
     joined = {name: torch.cat(parts) for name, parts in found.items()}
     varying = {name: ratios[ratios.isfinite()] for name, ratios in joined.items()}
     return {name: ratios for name, ratios in varying.items() if len(ratios)}

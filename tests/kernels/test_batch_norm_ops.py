@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 pytest.importorskip("triton")
 
 from normmatters.functional import lp_batch_norm
-from normmatters.functional.statistic import scale_constant
 from normmatters.kernels import dispatch, ops  # noqa: F401 (registers the operators)
 from normmatters.nn.batchnorm import L1BatchNorm2d, MeanOnlyBatchNorm2d, TopKBatchNorm2d
+from normmatters.norm import Norm
 from support import called
 from support.batch_norm_cases import DEVICE, EPS, KINDS, LAYOUTS, affine, check, fused, made
 
@@ -25,7 +25,7 @@ SHAPE = (5, 3, 2, 3)
 
 def constant_of(kind: str, n: int = 30) -> float:
     p, k = KINDS[kind]
-    return scale_constant(p, n, k, "exact")
+    return Norm(p, k).scale_constant(n)
 
 
 def forward_arguments(

@@ -114,7 +114,7 @@ def test_a_cpu_tensor_is_not_interpreted_unless_asked(monkeypatch):
     monkeypatch.setattr(backends, "INTERPRETED", False)
     backend = called.backend(X.cpu())
     assert backend == ("hand-derived", "the input is on cpu, and the kernels run on CUDA devices")
-    assert dispatch.layer_norm_backend(X.cpu(), (4,)) == ("plain", backend.reason)
+    assert dispatch.layer_norm_backend(X.cpu(), (4,), Norm()) == ("plain", backend.reason)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")  # torch.jit's own
@@ -133,7 +133,7 @@ def test_a_traced_norm_is_saved_and_runs_without_this_library(norm, interpreted,
 def test_another_arithmetic_goes_before_everything():
     with precision.arithmetic("fp16"):
         assert called.backend(X).name == "arithmetic"
-        assert dispatch.layer_norm_backend(X, (4,)).name == "arithmetic"
+        assert dispatch.layer_norm_backend(X, (4,), Norm()).name == "arithmetic"
     assert called.backend(X).name == "triton"
 
 
@@ -143,7 +143,7 @@ def test_another_arithmetic_goes_before_everything():
 )
 def test_layer_norm_reasons(shape, p, k, reason):
     x = torch.zeros(1, device=DEVICE).expand(2, *shape)
-    backend = dispatch.layer_norm_backend(x, shape, p=p, k=k)
+    backend = dispatch.layer_norm_backend(x, shape, Norm(p, k))
     assert backend.name == "plain"
     assert reason in backend.reason
 
@@ -230,7 +230,7 @@ def test_tensors_without_memory_take_the_equation():
     assert backend == ("plain", "a Wrapped has no memory of its own")
     y = called.batch_norm(Wrapped(X), None, None, None, None, True, 0.1, EPS)
     torch.testing.assert_close(y.inner, lp_batch_norm(X, training=True, eps=EPS))
-    y = dispatch.layer_norm(Wrapped(X), [4], None, None, EPS)
+    y = dispatch.layer_norm(Wrapped(X), [4], Norm(eps=EPS))
     torch.testing.assert_close(y.inner, lp_layer_norm(X, [4], eps=EPS))
 
 
@@ -268,7 +268,7 @@ def test_a_fake_tensor_needs_no_mode_around_it():
         y.sum().backward()
         assert (type(y), y.shape, x.grad.shape) == (FakeTensor, X.shape, X.shape)
     with pytest.raises(TypeError, match="the input is a plain Tensor, so all others must be, got a FakeTensor"):
-        dispatch.layer_norm(X, [4], norm.weight.detach(), None, EPS)
+        dispatch.layer_norm(X, [4], Norm(), norm.weight.detach())
 
 
 def test_a_parameter_without_memory_is_refused():
@@ -280,7 +280,7 @@ def test_a_parameter_without_memory_is_refused():
     with pytest.raises(TypeError, match="got a Wrapped"):
         called.pooled_batch_norm(X[..., None], mean, None, None, weight, True, 0.1, EPS, act="relu")
     with pytest.raises(TypeError, match="got a Wrapped"):
-        dispatch.layer_norm(X, [4], None, Wrapped(torch.ones(4, device=DEVICE)), EPS)
+        dispatch.layer_norm(X, [4], Norm(), None, Wrapped(torch.ones(4, device=DEVICE)))
     assert (mean == 0).all()
 
 
@@ -339,10 +339,10 @@ def test_a_trace_takes_the_equation():
 
 def test_layer_and_rms_norm_agree_with_the_equation():
     weight = torch.rand(4, device=DEVICE)
-    y = dispatch.layer_norm(X, (4,), weight, None, 1e-3)
+    y = dispatch.layer_norm(X, (4,), Norm(eps=1e-3), weight)
     torch.testing.assert_close(y, lp_layer_norm(X, (4,), weight, None, 1e-3), rtol=0, atol=1e-5)
-    assert dispatch.layer_norm_backend(X, (4,)) == ("triton", "")
-    y = dispatch.rms_norm(X, (4,), weight, None, p=2)
+    assert dispatch.layer_norm_backend(X, (4,), Norm()) == ("triton", "")
+    y = dispatch.rms_norm(X, (4,), Norm(2, eps=None), weight)
     expected = torch.nn.functional.rms_norm(X, (4,), weight)
     torch.testing.assert_close(y, expected, rtol=0, atol=1e-5)
 
@@ -389,4 +389,4 @@ def test_a_layer_norm_parameter_elsewhere_is_refused(where):
     """A kernel would read its address as one of the input's device."""
     tensors = {"weight": None, "bias": None, where: torch.ones(4, device="meta")}
     with pytest.raises(ValueError, match="must be on the input's device"):
-        dispatch.layer_norm(X, [4], **tensors, eps=EPS)
+        dispatch.layer_norm(X, [4], Norm(), **tensors)

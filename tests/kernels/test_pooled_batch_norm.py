@@ -13,11 +13,11 @@ from torch.nn import functional as F
 pytest.importorskip("triton")
 
 from normmatters import precision
-from normmatters.functional.statistic import scale_constant
 from normmatters.kernels import dispatch, pooled_ops  # noqa: F401 (registers the operators)
 from normmatters.kernels.triton import pooled_batch_norm as kernels
 from normmatters.kernels.triton.layout import Tiling
 from normmatters.nn.batchnorm import L1BatchNorm2d
+from normmatters.norm import Norm
 from support import called
 from support.batch_norm_cases import DEVICE, EPS, made
 from support.pooled_cases import check, few_values, parameters, pooled
@@ -110,7 +110,7 @@ def test_the_output_need_not_show_x(dtype):
     winners = deviation.flatten(2).gather(2, at.flatten(2)).view_as(g)
     below = (winners < 0).double().mean((0, 2, 3))
     assert ((below > 0.1) & (below < 0.9))[:3].all()
-    D = ((scale_constant(1, 162, None, "exact") * deviation.abs().mean((0, 2, 3))) ** 2 + EPS).sqrt()
+    D = ((Norm(1).scale_constant(162) * deviation.abs().mean((0, 2, 3))) ** 2 + EPS).sqrt()
     torch.testing.assert_close(ours.dweight[:3].double(), ((g * winners).sum((0, 2, 3)) / D)[:3], rtol=1e-5, atol=1e-4)
 
 
@@ -262,7 +262,7 @@ CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_
 
 
 def arguments(save: bool = True) -> tuple:
-    x, constant = made((2, 3, 4, 3), "channels_last"), scale_constant(1, 24, None, "exact")
+    x, constant = made((2, 3, 4, 3), "channels_last"), Norm(1).scale_constant(24)
     tensors = [t.requires_grad_() if save else t for t in (x, *parameters(3).values())]
     running = (*(torch.rand(3, device=DEVICE) for _ in range(2)), torch.zeros((), dtype=torch.int64, device=DEVICE))
     return (*tensors, *running, 0.3, EPS, constant, save)

@@ -169,6 +169,12 @@ def test_what_decays() -> None:
     assert off["classifier.weight"] == 5e-4
     every = groups_of(small_run(optim={"decay_norms": True, "last_layer_weight_decay": None}))
     assert set(every.values()) == {5e-3}
+    free = {"model": {"weight_norm": "wn"}, "optim": {"gain_weight_decay": 1e-6}}
+    wn = groups_of(small_run(**free))  # g, v, the classifier and vectors, each its own
+    first, last = "features.0.parametrizations.weight", "classifier.weight"
+    assert [wn[name] for name in (f"{first}.original0", f"{first}.original1", last)] == [1e-6, 5e-3, 5e-4]
+    with pytest.raises(ValueError, match=r"optim\.gain_weight_decay"):
+        small_run(optim={"gain_weight_decay": 1e-6})
 
 
 def test_schedules() -> None:

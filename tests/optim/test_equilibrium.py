@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from normmatters.optim._rows import angular_update, channel_norms
+from normmatters.optim.channels import angular_update, channel_norms
 from normmatters.optim.equilibrium import (
     adamw_equilibrium_angle,
     adamw_equilibrium_norm,

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from normmatters.functional import lp_batch_norm
-from normmatters.functional.statistic import scale_constant
 from normmatters.kernels.triton import batch_norm_statistics as kernels
+from normmatters.norm import Norm
 from support import called, tolerances
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -156,7 +156,7 @@ def compare(
     mean = values.mean(1)
     deviation = values - mean[:, None]
     p, k = KINDS[kind]
-    C = scale_constant(p, n, k, constant)
+    C = Norm(p, k, constant).scale_constant(n)
     squared = _squared_scale(deviation, kind, C)
     D = one if kind == "mean" else (squared + EPS).sqrt()
     xhat = deviation / D[:, None]

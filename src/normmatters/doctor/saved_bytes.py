@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from normmatters.kernels import backends
 from normmatters.nn.batchnorm_base import LpBatchNorm
-from normmatters.optim._probe import run
+from normmatters.probe import call
 from normmatters.surgery.fused import FusedMaxPool2d
 
 __all__ = ["Ghosts", "Kept"]
@@ -144,7 +144,7 @@ class Ghosts:
         x = tree_map_only(Tensor, self._tensor, example_input)
         try:
             with self.mode, torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), torch.enable_grad():
-                run(ghost, x)
+                call(ghost, x)
         finally:
             for handle in handles:
                 handle.remove()

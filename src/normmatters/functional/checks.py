@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from normmatters.norm import Kind, Norm, RunningStats, check_act, check_eps
+from normmatters.norm import Norm, RunningStats, check_act
 
 
 def check_batch_norm(
@@ -73,23 +73,15 @@ def check_residual(residual: Tensor, input: Tensor) -> None:
 
 
 def check_layer_norm(
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    *,
-    kind: Kind,
-    k: int | None = None,
+    input: Tensor, normalized_shape: Sequence[int], norm: Norm, weight: Tensor | None, bias: Tensor | None
 ) -> None:
     """Raise a ``ValueError`` or ``TypeError`` for anything that layer or RMS norm cannot take."""
-    if kind == "mean":
+    if norm.kind == "mean":
         raise ValueError("layer and RMS norm need a scale: p must not be 'mean'")
     _check_floating("input", input)
     shape = tuple(normalized_shape)
     if not shape or input.dim() < len(shape) or tuple(input.shape[-len(shape) :]) != shape:
         raise ValueError(f"input must end in normalized_shape {shape}, which must not be empty, got {_shape(input)}")
-    check_eps(eps)
     for name, parameter in {"weight": weight, "bias": bias}.items():
         if parameter is None:
             continue
@@ -97,8 +89,8 @@ def check_layer_norm(
             raise ValueError(f"{name} must have normalized_shape {shape}, got {_shape(parameter)}")
         if parameter.device != input.device:
             raise ValueError(_elsewhere(name, parameter, input.device))
-    if k is not None and k > math.prod(shape):
-        raise ValueError(f"Top(k) needs k <= the {math.prod(shape)} values of normalized_shape {shape}, got k={k}")
+    if norm.k is not None and norm.k > math.prod(shape):
+        raise ValueError(f"Top(k) needs k <= the {math.prod(shape)} values of normalized_shape {shape}, got k={norm.k}")
 
 
 def _check_floating(name: str, tensor: Tensor) -> None:

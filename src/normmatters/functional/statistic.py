@@ -7,9 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from normmatters.norm import Kind, Norm, compute_dtype
-
-__all__ = ["compute_dtype", "scale_and_divisor", "statistic"]
+from normmatters.norm import Norm
 
 
 def scale_and_divisor(centered: Tensor, dims: list[int], norm: Norm, C: float, eps: float) -> tuple[Tensor, Tensor]:
@@ -56,22 +54,3 @@ def _power_mean(x: Tensor, dims: list[int], p: float) -> Tensor:
     mean = (x / top).pow(p).mean(dims, keepdim=True)
     flat = mean == 0
     return torch.where(flat, mean, torch.where(flat, torch.ones_like(mean), mean).pow(1 / p)) * top
-
-
-# Names of before `Norm`, for areas that have not moved to it yet.
-
-
-def statistic_kind(p: float | str, k: int | None = None) -> Kind:
-    return Norm(p, k).kind
-
-
-def check_constant(constant: str | float) -> None:
-    Norm(1, constant=constant)
-
-
-def scale_constant(p: float | str, n: int, k: int | None = None, constant: str | float = "exact") -> float:
-    return Norm(p, k, constant).scale_constant(n)
-
-
-def squared_scale(centered: Tensor, dims: list[int], kind: Kind, p: float | str, k: int | None, C: float) -> Tensor:
-    return scale_and_divisor(centered, dims, Norm(p, k), C, 0.0)[0]

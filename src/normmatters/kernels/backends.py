@@ -13,12 +13,13 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from normmatters.kernels import emulation
 from normmatters.kernels.operators import needs_operators
 from normmatters.norm import Norm
 
@@ -53,20 +54,6 @@ TRITON_MISSING = find_triton()
 # the kernels' own tests ask for it, and nothing else should get it for having the variable set.
 INTERPRETED = os.environ.get("NORMMATTERS_KERNELS") == "interpret"
 _as_if_on_gpu: ContextVar[bool] = ContextVar("normmatters_as_if_on_gpu", default=False)
-
-
-class Emulation(Protocol):
-    """A backend that, while it is active, serves every call, on all devices."""
-
-    def active(self) -> object | None: ...
-    def batch_norm(self, *arguments: Any, **options: Any) -> Tensor: ...
-    def layer_norm(self, *arguments: Any, **options: Any) -> Tensor: ...
-    def rms_norm(self, *arguments: Any, **options: Any) -> Tensor: ...
-
-
-#: :mod:`normmatters.precision` puts itself here as long as one of its arithmetics is entered in any thread. A global,
-#: since the compiler guards on globals and cannot trace a context variable.
-emulation: Emulation | None = None
 
 
 def has_no_memory(tensor: Tensor) -> bool:
@@ -147,7 +134,7 @@ def batch_norm_backend(input: Tensor, norm: Norm = _L1, *, training: bool = True
         >>> batch_norm_backend(torch.randn(8, 3, 4, 4)).name
         'hand-derived'
     """
-    if emulation is not None and emulation.active() is not None:
+    if emulation.open_contexts and emulation.active() is not None:
         return _EMULATED
     if not training:
         return Backend("plain", "in evaluation the module is torch's own batch norm")
@@ -234,25 +221,21 @@ def why_not_pooled(input: Tensor, norm: Norm, act: str | None) -> str:
     return ""
 
 
-def layer_norm_backend(
-    input: Tensor, normalized_shape: Sequence[int], *, p: float | str = 1, k: int | None = None
-) -> Backend:
+def layer_norm_backend(input: Tensor, normalized_shape: Sequence[int], norm: Norm) -> Backend:
     """Which backend serves a layer norm or RMS norm of ``input``, (..., *normalized_shape), and why not a faster one.
 
     Example::
 
-        >>> layer_norm_backend(torch.randn(8, 16), [16]).reason
+        >>> layer_norm_backend(torch.randn(8, 16), [16], Norm(1)).reason
         'the input is on cpu, and the kernels run on CUDA devices'
     """
-    if emulation is not None and emulation.active() is not None:
+    if emulation.open_contexts and emulation.active() is not None:
         return _EMULATED
     reason = why_not_triton(input)
-    if not reason and Norm(p, k).kind not in ("l1", "l2"):
-        reason = "there are layer norm kernels for p = 1 and p = 2 only"
     if not reason:
-        from normmatters.kernels import layer_norm_ops
+        from normmatters.kernels.triton import layer_norm
 
-        reason = layer_norm_ops.supported(input, normalized_shape) or ""
+        reason = layer_norm.why_not(input, normalized_shape, norm)
     return Backend("plain", reason) if reason else TRITON
 
 

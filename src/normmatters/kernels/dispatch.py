@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -10,11 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from normmatters import functional
 from normmatters.functional.batch_norm import batch_norm as plain_batch_norm
 from normmatters.functional.checks import check_batch_norm, check_layer_norm
-from normmatters.functional.statistic import scale_constant, statistic_kind
-from normmatters.kernels import backends, hand_derived
+from normmatters.functional.layer_norm import layer_norm as plain_layer_norm
+from normmatters.kernels import backends, emulation, hand_derived
 from normmatters.kernels.backends import (
     Backend,
     batch_norm_backend,
@@ -23,7 +21,7 @@ from normmatters.kernels.backends import (
     log_fallback,
     why_not_pooled,
 )
-from normmatters.norm import Norm, RunningStats, compute_dtype
+from normmatters.norm import Norm, RunningStats
 
 __all__ = [
     "Backend",
@@ -112,8 +110,9 @@ def linked_batch_norm(
     if backend.name == "plain":
         output = plain_batch_norm(input, norm, weight, bias, running, training, residual=residual, act=act)
     elif backend.name == "arithmetic":
-        assert backends.emulation is not None
-        output = backends.emulation.batch_norm(input, norm, weight, bias, running, training, residual=residual, act=act)
+        arithmetic = emulation.active()
+        assert arithmetic is not None
+        output = arithmetic.batch_norm(input, norm, weight, bias, running, training, residual=residual, act=act)
     else:
         output = _TRAIN[backend.name](input, norm, weight, bias, running, residual=residual, act=act)
     if running.num_batches is not None:
@@ -226,80 +225,43 @@ def _count_after_kernel(running: RunningStats, in_kernel: RunningStats) -> None:
 def layer_norm(
     input: Tensor,
     normalized_shape: Sequence[int],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
+    norm: Norm,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
     *,
-    p: float | str = 1,
-    k: int | None = None,
-    constant: str | float = "exact",
+    centered: bool = True,
 ) -> Tensor:
-    """Layer norm of any kind; see :func:`normmatters.functional.lp_layer_norm`.
+    """Layer norm, or with ``centered=False`` RMS norm; see :func:`normmatters.functional.lp_layer_norm`.
 
     input: (..., *normalized_shape); weight and bias: normalized_shape.
 
     Example::
 
-        >>> layer_norm(torch.tensor([1.0, 3.0]), [2], None, None, 0.0)
+        >>> layer_norm(torch.tensor([1.0, 3.0]), [2], Norm(1, eps=0.0))
         tensor([-0.7979,  0.7979])
     """
-    backend = layer_norm_backend(input, normalized_shape, p=p, k=k)
+    backend = layer_norm_backend(input, normalized_shape, norm)
     if backend.name == "triton":
-        return _layer_norm_kernel(input, normalized_shape, weight, bias, eps, p, k, constant, centered=True)
-    if backend.name == "arithmetic":
-        assert backends.emulation is not None
-        return backends.emulation.layer_norm(input, normalized_shape, weight, bias, eps, p=p, k=k, constant=constant)
-    log_fallback("layer norm", backend, input)
-    return functional.lp_layer_norm(input, normalized_shape, weight, bias, eps, p=p, k=k, constant=constant)
+        from normmatters.kernels.triton import layer_norm as triton_layer_norm
+
+        check_layer_norm(input, normalized_shape, norm, weight, bias)
+        _check_plain(weight, bias)
+        return triton_layer_norm.layer_norm(input, normalized_shape, norm, weight, bias, centered=centered)
+    arithmetic = emulation.active()
+    if arithmetic is not None:
+        return arithmetic.layer_norm(input, normalized_shape, norm, weight, bias, centered=centered)
+    log_fallback("layer norm" if centered else "RMS norm", backend, input)
+    return plain_layer_norm(input, normalized_shape, norm, weight, bias, centered=centered)
 
 
-def rms_norm(
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None,
-    eps: float | None,
-    *,
-    p: float = 1,
-    constant: str | float = "exact",
-) -> Tensor:
-    """RMS norm of any kind; see :func:`normmatters.functional.lp_rms_norm`.
+def rms_norm(input: Tensor, normalized_shape: Sequence[int], norm: Norm, weight: Tensor | None = None) -> Tensor:
+    """RMS norm; see :func:`normmatters.functional.lp_rms_norm`.
 
     input: (..., *normalized_shape); weight: normalized_shape.
 
     Example::
 
-        >>> rms_norm(torch.tensor([2.0, -2.0]), [2], None, 0.0)
+        >>> rms_norm(torch.tensor([2.0, -2.0]), [2], Norm(1, eps=0.0))
         tensor([ 0.7979, -0.7979])
     """
-    backend = layer_norm_backend(input, normalized_shape, p=p)
-    if backend.name == "triton":
-        epsilon = torch.finfo(compute_dtype(input.dtype)).eps if eps is None else eps
-        return _layer_norm_kernel(input, normalized_shape, weight, None, epsilon, p, None, constant, centered=False)
-    if backend.name == "arithmetic":
-        assert backends.emulation is not None
-        return backends.emulation.rms_norm(input, normalized_shape, weight, eps, p=p, constant=constant)
-    log_fallback("RMS norm", backend, input)
-    return functional.lp_rms_norm(input, normalized_shape, weight, eps, p=p, constant=constant)
-
-
-def _layer_norm_kernel(
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    p: float | str,
-    k: int | None,
-    constant: str | float,
-    *,
-    centered: bool,
-) -> Tensor:
-    from normmatters.kernels import layer_norm_ops
-
-    kind = statistic_kind(p, k)
-    check_layer_norm(input, normalized_shape, weight, bias, eps, kind=kind, k=k)
-    _check_plain(weight, bias)
-    C = scale_constant(p, math.prod(normalized_shape), k, constant)
-    return layer_norm_ops.layer_norm(
-        input, normalized_shape, weight, bias, eps, kind=kind, constant=C, centered=centered
-    )
+    return layer_norm(input, normalized_shape, norm, weight, centered=False)

@@ -14,7 +14,7 @@ from torch._compile import _disable_dynamo  # unlike torch.compiler.disable, it 
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from normmatters.functional.checks import check_batch_norm, check_residual
-from normmatters.kernels import backends
+from normmatters.kernels import emulation
 from normmatters.kernels.dispatch import max_pool
 from normmatters.kernels.double_backward import once_differentiable
 from normmatters.nn.batchnorm_act import ThenAct
@@ -99,7 +99,7 @@ class SyncLpBatchNorm(LpBatchNorm):
         distributed = self.training and dist.is_available() and dist.is_initialized()
         if not distributed or dist.get_world_size(self.process_group) == 1:
             return super()._batch_norm(input, residual, act, link, linked, pooled)
-        if backends.emulation is not None and backends.emulation.active() is not None:
+        if emulation.active() is not None:
             raise RuntimeError("precision.arithmetic does not reach over several processes; leave it or the group")
         norm, weight, bias = self.norm, self.weight, self.bias
         running, _ = self.running_stats(input)

@@ -1,7 +1,8 @@
 """Weight decay, learning rate and norm as one quantity: see it, set it, replace one by another (F1-F4)."""
 
-from normmatters.optim._rows import angular_update, channel_norms, effective_step_size
-from normmatters.optim.angular import Angular, AngularSGD
+from normmatters.optim.angular import Angular
+from normmatters.optim.angular_sgd import AngularSGD
+from normmatters.optim.channels import angular_update, channel_norms, effective_step_size
 from normmatters.optim.correction import StepSizeCorrection
 from normmatters.optim.decay_groups import weight_decay_groups
 from normmatters.optim.equilibrium import (

@@ -27,11 +27,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from normmatters.optim._common import is_capturing, loss_of
-from normmatters.optim._exponents import exponents
-from normmatters.optim._rows import Channels, Named, TestedChannels
-from normmatters.optim._wrapper import OptimizerWrapper
-from normmatters.optim.multi_tensor import ChannelMeter, ChannelScaler
+from normmatters.optim._base import OptimizerWrapper, evaluate, exponents, is_capturing
+from normmatters.optim.channels import ChannelMeter, Channels, ChannelScaler, Named, TestedChannels
 from normmatters.optim.recording import Form, Recording
 
 __all__ = ["StepSizeCorrection"]
@@ -145,7 +142,7 @@ class StepSizeCorrection(OptimizerWrapper):
         if self._taken >= len(self._rows) and not is_capturing():
             raise ValueError(f"the recording holds {len(self._rows)} steps, all of them were taken")
         self._channels.check_norms_stay_free(self.optimizer, self._groups)
-        loss = loss_of(closure)
+        loss = evaluate(closure)
         if not self._checked and not is_capturing():
             self._check_invariance()
         row = self._rows[self._step.clamp(max=len(self._rows) - 1)]

@@ -10,9 +10,9 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import _WeightNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from normmatters.optim._common import check_number
-from normmatters.optim._probe import named_parameters
+from normmatters.optim._base import check_number
 from normmatters.optim.invariance import scale_invariant_parameters
+from normmatters.probe import named_parameters
 from normmatters.weight_norm import BoundedWeight, ClassicWeight
 
 __all__ = ["weight_decay_groups"]

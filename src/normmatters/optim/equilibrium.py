@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normmatters.optim._common import check_number
-from normmatters.optim._rows import channel_norms, check_pairs
+from normmatters.optim._base import check_number
+from normmatters.optim.channels import channel_norms, check_pairs
 
 
 def filter_sums(momentum: float, nesterov: bool = False) -> tuple[float, float]:

@@ -22,9 +22,8 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from normmatters import precision
-from normmatters.optim._probe import Probe, Rescaling, gpus, named_parameters, unwrap
-from normmatters.optim._rows import plain_name
+from normmatters.kernels import emulation
+from normmatters.probe import Probe, Rescaling, cuda_devices, named_parameters, plain_name, unwrap
 
 __all__ = ["Invariance", "ScaleInvariantParameters", "scale_invariant_parameters", "split_parameters"]
 
@@ -277,10 +276,10 @@ def scale_invariant_parameters(
         raise ValueError(f"tol must lie in (0, 1) and probes be 1 or more, got {tol} and {probes}")
     if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"dtype must be a floating-point torch.dtype, got {dtype!r}")
-    if precision.active() is not None:
+    if emulation.active() is not None:
         raise ValueError("precision.arithmetic rounds away what is tested here: call this outside of it")
     bare = unwrap(model)
-    with torch.random.fork_rng(devices=gpus(bare)), torch.inference_mode(False), torch.enable_grad():
+    with torch.random.fork_rng(devices=cuda_devices(bare)), torch.inference_mode(False), torch.enable_grad():
         probe = Probe(bare, example_input, dtype, seed)
         names = [n for n, p in probe.parameters.items() if p.requires_grad]
         if not names:

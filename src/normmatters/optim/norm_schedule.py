@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from normmatters.optim._exponents import exponents
-from normmatters.optim._rows import Channels, Named, resolve
+from normmatters.optim._base import exponents
+from normmatters.optim.channels import Channels, Named, named_weights
 from normmatters.optim.correction import StepSizeCorrection
 from normmatters.optim.recording import Form, Recording
 
@@ -85,7 +85,7 @@ class NormSchedule(LRScheduler):
         elif callable(source):
             if parameters is None:
                 raise ValueError("parameters= must say which weights to rescale, e.g. scale_invariant_parameters(...)")
-            channels = Channels(*resolve(parameters))
+            channels = Channels(*named_weights(parameters))
         else:
             raise TypeError(f"source must be a Recording or a function of an optimizer, got {type(source).__name__}")
         if isinstance(optimizer, StepSizeCorrection):

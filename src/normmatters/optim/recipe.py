@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from normmatters.optim._common import check_number
+from normmatters.optim._base import check_number
 from normmatters.optim.equilibrium import equilibrium_angle, filter_sums, steps_to_equilibrium
 from normmatters.optim.weight_decay_free import largest_decay
 from normmatters.text_table import aligned

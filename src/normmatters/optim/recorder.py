@@ -11,11 +11,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from normmatters.optim._common import is_capturing
-from normmatters.optim._decay_free import WeightDecayFree
-from normmatters.optim._exponents import innermost
-from normmatters.optim._rows import Channels, Named, TestedChannels, resolve
-from normmatters.optim.multi_tensor import ChannelMeter
+from normmatters.optim._base import WeightDecayFree, innermost, is_capturing
+from normmatters.optim.channels import ChannelMeter, Channels, Named, TestedChannels, named_weights
 from normmatters.optim.recording import Recording, layout_signature
 
 __all__ = ["NormRecorder"]
@@ -117,7 +114,7 @@ class NormRecorder:
         for key, value in (metadata or {}).items():  # now, and not in `save`, when the run has ended
             if not isinstance(key, str) or not isinstance(value, str):
                 raise TypeError(f"metadata must map strings to strings, got {key!r}: {value!r}")
-        self._channels = Channels(*resolve(weights, dims))
+        self._channels = Channels(*named_weights(weights, dims))
         self._tested = isinstance(weights, TestedChannels) and dims is None
         self._interval = every if isinstance(every, int) else {"step": 1, "epoch": 0}[every]
         self._angle, self._capacity, self._metadata = angle, capacity, dict(metadata or {})

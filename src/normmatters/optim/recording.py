@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from normmatters.optim._rows import Channels, Named, TestedChannels, plain_name, resolve, triangle_angle
+from normmatters.optim.channels import Channels, Named, TestedChannels, half_angle_tangent, named_weights
+from normmatters.probe import plain_name
 
 __all__ = ["Form", "Recording"]
 
@@ -138,7 +139,7 @@ class Recording:
         # A channel of norm 0 has no angle (nan), and its distance needs none.
         turned = torch.where(a * b == 0, 0.0, 4 * a * b * torch.sin(angles.double() / 2) ** 2)
         squared = (a - b) ** 2 + turned
-        return triangle_angle(a.norm(dim=1), b.norm(dim=1), squared.sum(1).sqrt())
+        return 2 * half_angle_tangent(a.norm(dim=1), b.norm(dim=1), squared.sum(1).sqrt()).atan()
 
     def at_epochs(self, name: str) -> Tensor:
         """`[epochs, channels]` norms at the end of every epoch."""
@@ -200,7 +201,7 @@ class Recording:
         elif isinstance(parameters, nn.Module):
             known = {plain_name(n): p for n, p in parameters.named_parameters()}
         else:
-            known, dims = resolve(parameters)
+            known, dims = named_weights(parameters)
             for name in known:
                 self._known(name)
             if isinstance(parameters, TestedChannels) and (wrong := [n for n in known if dims[n] != self.dims[n]]):

@@ -142,7 +142,7 @@ class _Fusion:
         # enter another). Replicas of DataParallel share this object.
         if TRITON_MISSING or needs_operators() or plain_only() or getattr(model, "_is_replica", False):
             return
-        from normmatters.kernels.weight_norm_ops import Together
+        from normmatters.kernels.triton.weight_norm import WeightGroup
 
         tensors: list[Any] = [x for layer in self.layers for x in layer.tensors()]
         v, rho = tensors[::2], tensors[1::2]
@@ -159,7 +159,7 @@ class _Fusion:
         )
         if signature != self._signature:
             self._calls = [
-                (members, Together([v[i] for i in members], group.p, group.dtype, group.learned))
+                (members, WeightGroup([v[i] for i in members], group.p, group.dtype, group.learned))
                 for group, members in self._groups(v, rho, buckets).items()
             ]
             self._signature = signature
@@ -175,7 +175,7 @@ class _Fusion:
 
     def _groups(self, v: list[Any], rho: list[Any], buckets: bool) -> dict[_Group, list[int]]:
         """Which layers' weights the kernels compute together."""
-        from normmatters.kernels.weight_norm_ops import is_learned, supported
+        from normmatters.kernels.triton.weight_norm import is_learned, why_not
 
         groups: dict[_Group, list[int]] = {}
         passed = 0
@@ -184,7 +184,7 @@ class _Fusion:
             # Another shape than at first: the weight is sharded, and whole only when its layer runs.
             if not {type(x), type(r)} <= {nn.Parameter, Tensor} or x.shape != layer.shape:
                 continue
-            if supported(x, r, dim=norm.dim, p=norm.p, k=norm.k) is None:
+            if not why_not(x, r, dim=norm.dim, p=norm.p, k=norm.k):
                 bucket = passed // _BUCKET if buckets else 0
                 passed += x.numel() * x.element_size()
                 dtype = _dtype_for(x, layer.low_precision)

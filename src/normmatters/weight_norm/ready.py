@@ -55,13 +55,13 @@ class ReadyWeight:
             return None
         if self._versions != (v._version, rho._version) or not _taken_as(dtype, v):
             return None
-        from normmatters.kernels.weight_norm_ops import Together, is_learned, supported
+        from normmatters.kernels.triton.weight_norm import WeightGroup, is_learned, why_not
 
-        if supported(v, rho, dim=0, p=p, k=None) is not None:
+        if why_not(v, rho, dim=0, p=p, k=None):
             return None
         key = (v.device, v.dtype, v.shape, v.stride(), dtype)
         if self._alone is None or self._alone[0] != key:
-            self._alone = key, Together([v], p, dtype, is_learned(rho))
+            self._alone = key, WeightGroup([v], p, dtype, is_learned(rho))
         # Saved past the hooks of the checkpoint, which count what is saved.
         with torch.autograd.graph.saved_tensors_hooks(_same, _same):
             weight: Tensor = self._alone[1]([v], [rho])[0]

@@ -201,7 +201,7 @@ def _differences(results: dict[str, Result]) -> str:
         return ""
     found: dict[str, list[str]] = {}
     for what, here, paper in differences(results.values()):
-        found.setdefault(what, []).append(f"{here} instead of {paper}")
+        found.setdefault(what, []).extend([f"{here} instead of {paper}"] if here else [])
     seeds = sorted({len(r.done) for r in results.values()} - {0})
     seed_text = "no finished run yet"
     if seeds:
@@ -211,7 +211,8 @@ def _differences(results: dict[str, Result]) -> str:
     if not found:
         return f'<div class="note plain"><b>The paper’s own setting</b>, {seed_text}.</div>'
     items = "".join(
-        f"<li>{escape(what.capitalize())}: {escape('; '.join(texts))}</li>" for what, texts in found.items()
+        f"<li>{escape(what.capitalize() if texts else what)}{escape(': ' * bool(texts) + '; '.join(texts))}</li>"
+        for what, texts in found.items()
     )
     return f'<div class="note"><b>Not the paper’s setting</b>: {seed_text}.<ul>{items}</ul></div>'
 

@@ -36,14 +36,32 @@ def test_what_differs_from_the_paper_is_said(tmp_path: Path) -> None:
     quick = differences(collect([tmp_path / "quick"]).results.values())
     assert ("data", "scikit-learn digits (8×8 grey images)", "CIFAR-10") in quick
     assert {what for what, _, _ in quick} >= {"data", "network", "epochs"}
-    assert differences(collect([tmp_path / "cifar"]).results.values()) == [("precision", "bf16 autocast", "fp32")]
+    departs = [(text, "", "") for text in load_cell("fig1/wd_on").paper.departs]
+    assert len(departs) == 2
+    cifar = differences(collect([tmp_path / "cifar"]).results.values())
+    assert cifar == [("precision", "bf16 autocast", "fp32"), *departs]
     write_run(tmp_path / "full", "fig1/wd_on", preset="full")
-    assert differences(collect([tmp_path / "full"]).results.values()) == []
+    assert differences(collect([tmp_path / "full"]).results.values()) == departs
     page = write_report([tmp_path / "full"], tmp_path / "a", images=False).html.read_text()
+    assert departs[0][0].replace("'", "&#x27;") in page
+    write_run(tmp_path / "own", "table2/transformer_l2", preset="full")
+    assert differences(collect([tmp_path / "own"]).results.values()) == []
+    page = write_report([tmp_path / "own"], tmp_path / "c", images=False).html.read_text()
     assert "The paper’s own setting" in page
     page = write_report([tmp_path / "quick"], tmp_path / "b", images=False).html.read_text()
     assert "scikit-learn digits (8×8 grey images) instead of CIFAR-10" in page
     assert ("augment", "none", "yes") in quick
+
+
+def test_the_bodys_own_choices_are_differences_from_the_paper_too(tmp_path: Path) -> None:
+    """The epoch in which the learning rate rises, and an attention that is not the paper's."""
+    write_run(tmp_path, "table1/resnet56_wn", preset="full")
+    write_run(tmp_path, "supp2/soft_ln", preset="full")
+    found = collect([tmp_path]).results
+    wn = differences([found["table1/resnet56_wn"]])
+    assert ("warmup steps", "390", "0") in wn
+    assert ("residual branches start at 1/√(number of blocks)", "", "") in wn
+    assert ("attention", "scaled", "additive (Bahdanau)") in differences([found["supp2/soft_ln"]])
 
 
 def test_a_setting_of_the_users_is_not_called_the_papers(tmp_path: Path) -> None:
@@ -55,6 +73,7 @@ def test_a_setting_of_the_users_is_not_called_the_papers(tmp_path: Path) -> None
         ("momentum", "0.5", "0.9"),
         ("nesterov", "yes", "no"),
         ("clip norm", "2", "usual"),
+        *((text, "", "") for text in load_cell("fig1/wd_on").paper.departs),
     ]
     page = write_report([tmp_path], tmp_path / "out", images=False).html.read_text()
     assert "The paper’s own setting" not in page
@@ -279,9 +298,8 @@ def test_more_digits_than_there_are_leave_a_validation_set(tmp_path: Path) -> No
     config = json.loads((folder / "config.json").read_text())
     config["data"]["train_size"] = 5000
     (folder / "config.json").write_text(json.dumps(config))
-    number = collect([tmp_path]).results["fig1/wd_on"].final("accuracy")
-    assert number is not None
-    assert number.se == pytest.approx(100 * math.sqrt(0.9 * 0.1 / 360))
+    found = collect([tmp_path]).results["fig1/wd_on"].sampling_error("accuracy")
+    assert found == pytest.approx(100 * math.sqrt(0.9 * 0.1 / 360))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 
 from normmatters import precision
 from normmatters.kernels import backends
-from normmatters.kernels.triton import tree_mean
+from normmatters.kernels.triton import rounding as kernels
 from normmatters.kernels.triton.launch import Launch
 from normmatters.kernels.triton.rounding import FORMATS
 from normmatters.nn.batchnorm import LpBatchNorm2d
@@ -174,9 +174,9 @@ def test_tree_mean_of_other_counts_and_dimensions(accumulate: torch.dtype, launc
 
 
 def test_launches_of_long_rows() -> None:
-    assert [left for _, left in tree_mean._launches(16, 2**17, 1, torch.float16)] == [2**13, 1]
-    assert [left for _, left in tree_mean._launches(3, 2**20, 1, torch.float16)] == [2**16, 2**13, 1]
-    assert [left for _, left in tree_mean._launches(3, 49 * 2**6, 1, torch.float16)] == [49 * 4, 49]
+    assert [left for _, left in kernels.tree_launches(16, 2**17, 1, torch.float16)] == [2**13, 1]
+    assert [left for _, left in kernels.tree_launches(3, 2**20, 1, torch.float16)] == [2**16, 2**13, 1]
+    assert [left for _, left in kernels.tree_launches(3, 49 * 2**6, 1, torch.float16)] == [49 * 4, 49]
 
 
 @gpu

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from normmatters.optim import Angular
-from normmatters.optim._exponents import exponents, innermost
+from normmatters.optim._base import exponents, innermost
 
 FACTOR = 4.0
 OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [

@@ -1,4 +1,8 @@
-"""A private copy of a model whose output is a deterministic function of its parameters, to try things on."""
+"""Try things on a model without changing it: names, devices, one call, and a deterministic copy.
+
+`Probe` is a copy of a model whose output is a deterministic function of its parameters. The small functions name
+parameters without the prefixes of wrappers, find the model inside wrappers, and call a model on an example input.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normmatters.optim._rows import plain_name, shaped
+__all__ = ["Probe", "Rescaling", "call", "cuda_devices", "named_parameters", "plain_name", "unwrap"]
+
+# Parts that torch.compile and checkpoint_wrapper put into names, also of single blocks. DDP's is `module`, and counts
+# only at the front, because a user may have a module of that name.
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+
+
+def plain_name(name: str) -> str:
+    """``name`` without the parts of DDP, `torch.compile` and checkpointing.
+
+    >>> plain_name("module._orig_mod.conv1.weight")
+    'conv1.weight'
+    """
+    name = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    while name.startswith("module."):
+        name = name.split(".", 1)[1]
+    return name
 
 
 def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -32,13 +52,13 @@ def unwrap(model: nn.Module) -> nn.Module:
             return model
 
 
-def gpus(model: nn.Module) -> list[torch.device]:
-    """Where the model's tensors are, and so where it may draw random numbers besides the host."""
+def cuda_devices(model: nn.Module) -> list[torch.device]:
+    """The GPUs that hold the model's tensors: there it may draw random numbers too."""
     return [*{t.device for t in [*model.parameters(), *model.buffers()] if t.device.type == "cuda"}]
 
 
 def _seed(seed: int, devices: set[torch.device]) -> None:
-    """`torch.manual_seed` would set the generators of all GPUs, those too that the caller has not saved."""
+    """Seed the host and these devices. `torch.manual_seed` would seed all GPUs, also those whose state nobody saved."""
     torch.default_generator.manual_seed(seed)
     for device in devices:
         if device.type == "cuda":
@@ -47,7 +67,7 @@ def _seed(seed: int, devices: set[torch.device]) -> None:
             torch.get_device_module(device).manual_seed(seed)
 
 
-def run(model: nn.Module, example_input: Any) -> Any:
+def call(model: nn.Module, example_input: Any) -> Any:
     """The model's output for a tensor, a tuple or list of positional, or a mapping of keyword arguments."""
     if isinstance(example_input, Mapping):
         return model(**example_input)
@@ -57,7 +77,7 @@ def run(model: nn.Module, example_input: Any) -> Any:
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:
-    """All floating-point tensors in nested tuples, lists, mappings; complex ones as pairs of numbers."""
+    """All floating-point tensors in nested tuples, lists and mappings; complex ones as pairs of numbers."""
     if isinstance(output, Tensor):
         if output.is_complex():
             yield torch.view_as_real(output.resolve_conj())
@@ -72,7 +92,7 @@ def _tensors(output: Any) -> Iterator[Tensor]:
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """A copy, with its numbers in ``dtype``."""
+    """A copy with its numbers in ``dtype``."""
     if isinstance(value, Tensor):
         if value.is_complex():
             dtype = dtype.to_complex()
@@ -88,7 +108,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 @dataclass(frozen=True)
 class Rescaling:
-    """Tensors that share their channels, and which of the channels to rescale."""
+    """Tensors that share their channels, and the channels to rescale."""
 
     tensors: Sequence[Tensor]
     dims: Sequence[int | None]
@@ -110,7 +130,7 @@ class Probe:
             raise ValueError("the model must hold numbers to be tested, it has tensors on the meta device")
         try:
             copied = copy.deepcopy(model)
-            # `Module.to`, of which a model may have its own, drops imaginary parts.
+            # `Module.to` drops imaginary parts; it is called otherwise because a model may have its own.
             is_complex = any(t.is_complex() for t in tensors)
             self.model = (copied._apply(lambda t: _cast(t, dtype)) if is_complex else copied.to(dtype)).train()
         except (RuntimeError, TypeError) as error:
@@ -123,7 +143,7 @@ class Probe:
         self.parameters = dict(named_parameters(self.model))
         for module in self.model.modules():
             if isinstance(eps := getattr(module, "eps", None), float) and eps > self.eps:
-                with contextlib.suppress(AttributeError, RuntimeError):  # a property, a constant of TorchScript: stays
+                with contextlib.suppress(AttributeError, RuntimeError):  # a property, or a constant of TorchScript
                     module.eps = self.eps  # type: ignore[assignment]
         self._devices = {t.device for t in tensors}
         _seed(seed, self._devices)
@@ -144,18 +164,18 @@ class Probe:
             raise ValueError("the model gives different outputs for one input, one seed and one set of weights")
 
     def output(self) -> Tensor:
-        """All outputs as one vector; random numbers and buffers are the same at every call."""
+        """All outputs as one vector, with the same random numbers and buffers in every call."""
         _seed(self.seed, self._devices)
         with torch.no_grad():
             for buffer, value in self._buffers:
                 buffer.copy_(value)
-        # A copy for each call: a model may normalize its input in place, or take a dictionary apart.
-        parts = [t.reshape(-1) for t in _tensors(run(self.model, _cast(self.input, self.dtype)))]
+        # A fresh copy per call: a model may normalize its input in place, or empty a dictionary.
+        parts = [t.reshape(-1) for t in _tensors(call(self.model, _cast(self.input, self.dtype)))]
         return torch.cat(parts or [torch.empty(0)])
 
     def gradients(self, probes: int) -> list[dict[str, Tensor]]:
         """Gradients of `probes` random linear losses of unit scale, by name."""
-        found = []
+        gradients = []
         names = [n for n, p in self.parameters.items() if p.requires_grad]
         for i in range(probes):
             output = self.output()
@@ -165,14 +185,14 @@ class Probe:
             scale = direction.norm() * output.detach().norm()
             loss = (output @ direction) / scale
             grads = torch.autograd.grad(loss, [self.parameters[n] for n in names], allow_unused=True)
-            # Dense, for of sparse ones, such as embeddings may have, torch knows few operations.
+            # Dense, because torch knows few operations on sparse gradients, which embeddings may have.
             pairs = zip(names, grads)
-            found.append({n: torch.zeros_like(self.parameters[n]) if g is None else g.to_dense() for n, g in pairs})
-        return found
+            gradients.append({n: torch.zeros_like(self.parameters[n]) if g is None else g.to_dense() for n, g in pairs})
+        return gradients
 
     @torch.no_grad()
     def change(self, rescalings: Sequence[Rescaling]) -> float:
-        """Output change when the masked channels are rescaled, each by its own power of two."""
+        """Change of the output when every masked channel is multiplied by its own power of two."""
         generator = torch.Generator().manual_seed(self.seed)
         saved = [(t, t.clone()) for r in rescalings for t in r.tensors]
         for r in rescalings:
@@ -180,7 +200,10 @@ class Probe:
             powers = torch.tensor([-3, -2, -1, 1, 2, 3], device="cpu")[which]
             factor = torch.where(r.mask.cpu(), 2.0**powers, 1.0)
             for t, dim in zip(r.tensors, r.dims):
-                t.mul_(shaped(factor, t, dim).to(t))
+                shape = [1] * t.ndim
+                if dim is not None:
+                    shape[dim] = -1
+                t.mul_(factor.view(shape).to(t))
         difference = (self.output() - self.base).abs().max() / self.rms
         for t, value in saved:
             t.copy_(value)

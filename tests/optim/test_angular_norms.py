@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import prune
 
-from normmatters.optim import Angular, AngularSGD, channel_norms, multi_tensor
+from normmatters.optim import Angular, AngularSGD, channel_norms, channels
 from support.quick_interpreter import quicken
 
 
@@ -51,7 +51,7 @@ def test_a_pruned_neuron_stays_zero(kind, kernel, monkeypatch):
         if torch.cuda.is_available():
             pytest.skip("the interpreter takes the place of a GPU")
         quicken()
-    monkeypatch.setattr(multi_tensor, "_LAUNCH_ON", ("cpu",) if kernel else ())
+    monkeypatch.setattr(channels, "BACKENDS", {"cpu": "normmatters.kernels.triton.rows"} if kernel else {})
     torch.manual_seed(0)
     weights = [nn.Parameter(w) for w in torch.randn(2, 4, 6)]
     norms = channel_norms(weights[0].detach())
@@ -118,7 +118,7 @@ def test_norms_of_a_double_run_are_not_read_as_floats(wrap, how, monkeypatch):
     weight.grad = torch.randn(4, 6, dtype=torch.float64)
     optimizer.step()
     norms = channel_norms(weight.detach()).float()
-    monkeypatch.setattr(multi_tensor, "_LAUNCH_ON", ("cpu",))
+    monkeypatch.setitem(channels.BACKENDS, "cpu", "normmatters.kernels.triton.rows")
     if how == "load":
         state, weight = optimizer.state_dict(), nn.Parameter(weight.detach().float())
         optimizer = make(weight)
