@@ -13,14 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from normmatters.lab import runlog
+from normmatters.lab import files
 from normmatters.lab.config import OptimConfig, RunConfig
 from normmatters.lab.data import load_data
+from normmatters.lab.files import RunError, read_json
 from normmatters.lab.models import build_model
 from normmatters.lab.objective import Classification
 from normmatters.lab.regimes import _optimizer, build_regime, find_invariant, lr_factor
-from normmatters.lab.runlog import RunError, RunResult, has_results, read_json
-from normmatters.lab.trainer import train
+from normmatters.lab.run import train
+from normmatters.lab.run_folder import RunFolder, RunResult
 from normmatters.optim.recording import Recording
 from support.lab_runs import rows, small_run
 
@@ -131,7 +132,7 @@ def test_a_reference_that_does_not_fit_the_run_or_is_damaged_is_refused(tmp_path
         config = small_run(optim={"epochs": 2, "mode": mode, "reference": "wd_on"})
         with pytest.raises(ValueError, match=r"optim.reference='wd_on': its norms were .* (\d+) steps, this run takes"):
             train(config, tmp_path / mode)
-        assert not has_results(tmp_path / mode)
+        assert not RunFolder(tmp_path / mode).has_results()
     for size in (25, 100):  # its step t would be another epoch's here
         other = small_run(data={"batch_size": size}, optim={"epochs": 1, "mode": "corrected", "reference": "wd_on"})
         with pytest.raises(ValueError, match=rf"'wd_on': its epochs have 6 steps, this run's {300 // size}"):
@@ -297,7 +298,7 @@ def test_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         sync(descriptor)
 
     with monkeypatch.context() as patch:
-        patch.setattr(runlog.os, "fsync", fail_later)
+        patch.setattr(files.os, "fsync", fail_later)
         with pytest.raises(RunError, match=r"no space left to write .* intact") as caught:
             train(config, tmp_path / "run")
     assert caught.value.kind == "disk_full"

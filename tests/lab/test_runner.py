@@ -17,9 +17,10 @@ from normmatters import cli
 from normmatters.lab.config import to_json
 from normmatters.lab.experiments import load_cell
 from normmatters.lab.memory import check_memory, need_bytes
+from normmatters.lab.plan import PlannedRun, make_plan
 from normmatters.lab.publish import publish
 from normmatters.lab.report import write_report
-from normmatters.lab.reproduce import Job, Runner, plan
+from normmatters.lab.runner import Runner
 
 MICRO = ["optim.epochs=2", "data.train_size=120", "data.val_size=200", "optim.milestones=[1]", "runtime.threads=1"]
 MICRO += ["runtime.checkpoint_seconds=0"]
@@ -38,7 +39,7 @@ def metrics(folder: Path) -> list[dict[str, float]]:
 
 
 def test_a_plan_has_each_run_once_and_references_first(tmp_path: Path) -> None:
-    jobs = plan(["table2", "fig2", "supp1", "fig1"], "quick", tmp_path, seeds=2)
+    jobs = make_plan(["table2", "fig2", "supp1", "fig1"], "quick", tmp_path, seeds=2)
     assert len({job.folder for job in jobs}) == len(jobs)
     assert {job.seed for job in jobs} == {0, 1}
     for i, job in enumerate(jobs):
@@ -47,21 +48,21 @@ def test_a_plan_has_each_run_once_and_references_first(tmp_path: Path) -> None:
     ids = [job.id for job in jobs]
     assert "table1/resnet56_bn" in ids  # table2 shows its number
     assert "table2/resnet56_l2" not in ids
-    alone = plan(["fig1"], "quick", tmp_path)
+    alone = make_plan(["fig1"], "quick", tmp_path)
     assert {job.id for job in alone if job.needs} == {"fig1/corrected", "fig1/norm_schedule"}
-    cells = plan(["table2/resnet56_l2", "fig1/corrected", "fig1/wd_off"], "quick", tmp_path)
+    cells = make_plan(["table2/resnet56_l2", "fig1/corrected", "fig1/wd_off"], "quick", tmp_path)
     assert [job.id for job in cells] == ["table1/resnet56_bn", "fig1/wd_on", "fig1/corrected", "fig1/wd_off"]
 
 
 def test_one_seed_by_name_is_not_taken_for_several(tmp_path: Path) -> None:
-    assert {job.seed for job in plan(["fig1"], "quick", tmp_path, overrides=["seed=5"])} == {5}
+    assert {job.seed for job in make_plan(["fig1"], "quick", tmp_path, overrides=["seed=5"])} == {5}
     with pytest.raises(ValueError, match="seed=5 leaves one run of each cell, not 3"):
-        plan(["fig1"], "quick", tmp_path, seeds=3, overrides=["seed=5"])
+        make_plan(["fig1"], "quick", tmp_path, seeds=3, overrides=["seed=5"])
 
 
 def test_a_folder_of_other_settings_is_left_alone_if_it_has_results(tmp_path: Path) -> None:
-    def planned(*sets: str) -> Job:
-        return plan(["fig4"], "quick", tmp_path, overrides=sets)[0]
+    def planned(*sets: str) -> PlannedRun:
+        return make_plan(["fig4"], "quick", tmp_path, overrides=sets)[0]
 
     folder = planned().folder
     folder.mkdir(parents=True)
@@ -74,36 +75,36 @@ def test_a_folder_of_other_settings_is_left_alone_if_it_has_results(tmp_path: Pa
 
 def test_a_plan_that_cannot_be_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="fig1/wd_on would wait for itself"):
-        plan(["fig1"], "quick", tmp_path, overrides=["optim.reference=wd_on"])
+        make_plan(["fig1"], "quick", tmp_path, overrides=["optim.reference=wd_on"])
     with pytest.raises(ValueError, match=r"fig1/angular and fig1/wd_on would both run in .*fig1/x/seed0"):
-        plan(["fig1"], "quick", tmp_path, overrides=["cell=x"])
+        make_plan(["fig1"], "quick", tmp_path, overrides=["cell=x"])
     with pytest.raises(ValueError, match="resnet56_norms/range is not run at the preset quick: try cifar, short, full"):
-        plan(["fig1", "resnet56_norms/range"], "quick", tmp_path)
+        make_plan(["fig1", "resnet56_norms/range"], "quick", tmp_path)
     with pytest.raises(ValueError, match="no data set 'cifar'; did you mean 'cifar10'"):
-        plan(["supp2"], "quick", tmp_path, data="cifar")
+        make_plan(["supp2"], "quick", tmp_path, data="cifar")
     with pytest.raises(ValueError, match="'numbers' is text, which no cell of fig1 is trained on"):
-        plan(["fig1"], "quick", tmp_path, data="numbers")
+        make_plan(["fig1"], "quick", tmp_path, data="numbers")
     with pytest.raises(ValueError, match="'cifar10' is images, which no cell of supp2 is trained on"):
-        plan(["supp2"], "quick", tmp_path, data="cifar10")
+        make_plan(["supp2"], "quick", tmp_path, data="cifar10")
     for setting, form, record in (("runtime.record=none", "epoch", "none"), ("optim.correction=step", "step", "epoch")):
         needed = f"fig1/corrected needs the norms of every {form} of fig1/wd_on, whose runtime.record is '{record}'"
         with pytest.raises(ValueError, match=needed):  # and not when wd_on has been trained
-            plan(["fig1"], "quick", tmp_path, overrides=[setting])
-    assert plan(["fig1"], "quick", tmp_path, overrides=["optim.correction=step", "runtime.record=step"])
+            make_plan(["fig1"], "quick", tmp_path, overrides=[setting])
+    assert make_plan(["fig1"], "quick", tmp_path, overrides=["optim.correction=step", "runtime.record=step"])
 
 
 def test_a_damaged_summary_does_not_finish_a_run(tmp_path: Path) -> None:
-    folder = plan(["fig4"], "quick", tmp_path)[0].folder
+    folder = make_plan(["fig4"], "quick", tmp_path)[0].folder
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(to_json(plan(["fig4"], "quick", tmp_path)[0].config))
+    (folder / "config.json").write_text(to_json(make_plan(["fig4"], "quick", tmp_path)[0].config))
     (folder / "summary.json").write_text("{}")
-    assert plan(["fig4"], "quick", tmp_path)[0].state == "done"
+    assert make_plan(["fig4"], "quick", tmp_path)[0].state == "done"
     (folder / "summary.json").write_text("")  # a machine that lost power
-    assert plan(["fig4"], "quick", tmp_path)[0].state == "waiting"
+    assert make_plan(["fig4"], "quick", tmp_path)[0].state == "waiting"
 
 
 def test_other_data_replaces_only_its_own_kind(tmp_path: Path) -> None:
-    jobs = {job.id: job for job in plan(["fig1", "supp2"], "cifar", tmp_path, data="digits")}
+    jobs = {job.id: job for job in make_plan(["fig1", "supp2"], "cifar", tmp_path, data="digits")}
     assert jobs["fig1/wd_on"].config.data.name == "digits"
     assert jobs["supp2/bwn"].config.data.name == "text"
 
@@ -120,7 +121,7 @@ def test_more_jobs_than_memory_is_refused() -> None:
 
 
 def test_a_failed_run_stops_only_what_needs_it(tmp_path: Path) -> None:
-    jobs = plan(["fig1"], "quick", tmp_path, overrides=MICRO)
+    jobs = make_plan(["fig1"], "quick", tmp_path, overrides=MICRO)
     keep = {"fig1/wd_on", "fig1/wd_off", "fig1/corrected"}
     jobs = [job for job in jobs if job.id in keep]
     reference = next(job for job in jobs if job.id == "fig1/wd_on")
@@ -168,7 +169,7 @@ def test_end_to_end_on_digits(
     # Other settings in the same place are refused, and nothing is touched.
     other = [s if not s.startswith("optim.epochs") else "optim.epochs=3" for s in MICRO]
     with pytest.raises(ValueError, match=r"optim\.epochs: 2 and 3"):
-        plan(["fig1"], "quick", root, overrides=other)
+        make_plan(["fig1"], "quick", root, overrides=other)
     assert {p: p.stat().st_mtime_ns for p in root.glob("fig1/*/seed0/*.json*")} == before
     report = write_report([root / "fig1"], tmp_path / "second", images=False)
     assert len(report.collection.runs) == 6
@@ -181,7 +182,7 @@ LONGER = [*MICRO[1:], "optim.epochs=12"]
 def whole(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
     """The numbers of a run that nothing stops."""
     folder = tmp_path_factory.mktemp("whole")
-    jobs = [job for job in plan(["fig1"], "quick", folder, overrides=LONGER) if job.id == "fig1/wd_on"]
+    jobs = [job for job in make_plan(["fig1"], "quick", folder, overrides=LONGER) if job.id == "fig1/wd_on"]
     assert Runner(jobs).run() == []
     return metrics(folder / "fig1" / "wd_on" / "seed0")
 
@@ -204,7 +205,7 @@ def test_a_killed_command_goes_on_and_ends_with_the_same_numbers(
         assert process.returncode == 130
         assert "The same command goes on" in said
     assert not (log.parent / "summary.json").exists()
-    planned = plan(["fig1"], "quick", tmp_path / "stopped" / "quick", overrides=LONGER)
+    planned = make_plan(["fig1"], "quick", tmp_path / "stopped" / "quick", overrides=LONGER)
     jobs = [job for job in planned if job.id == "fig1/wd_on"]
     assert jobs[0].state == "waiting"
     assert Runner(jobs).run() == []
@@ -212,7 +213,7 @@ def test_a_killed_command_goes_on_and_ends_with_the_same_numbers(
 
 
 def test_an_interrupt_that_a_callback_swallows_still_ends_the_runs(tmp_path: Path) -> None:
-    jobs = [job for job in plan(["fig1"], "quick", tmp_path, overrides=MICRO[1:]) if job.id == "fig1/wd_on"]
+    jobs = [job for job in make_plan(["fig1"], "quick", tmp_path, overrides=MICRO[1:]) if job.id == "fig1/wd_on"]
 
     def swallow(runner: Runner) -> None:
         with contextlib.suppress(KeyboardInterrupt):
@@ -229,11 +230,11 @@ def test_an_interrupt_that_a_callback_swallows_still_ends_the_runs(tmp_path: Pat
 def test_published_runs_are_not_run_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sets, results = ["optim.epochs=1", *MICRO[1:]], tmp_path / "results"
     cells = ["fig1/wd_on", "fig1/wd_off"]
-    assert Runner(plan(cells, "quick", tmp_path / "quick", overrides=sets)).run() == []
+    assert Runner(make_plan(cells, "quick", tmp_path / "quick", overrides=sets)).run() == []
     publish([tmp_path / "quick"], results / "quick")
 
     def states(*names: str, seeds: int = 1) -> dict[tuple[str, int], str]:
-        jobs = plan(names, "quick", tmp_path / "new", seeds=seeds, overrides=sets, published=results / "quick")
+        jobs = make_plan(names, "quick", tmp_path / "new", seeds=seeds, overrides=sets, published=results / "quick")
         return {(job.id, job.seed): job.state for job in jobs}
 
     assert states(*cells, seeds=2) == {
@@ -246,7 +247,7 @@ def test_published_runs_are_not_run_again(tmp_path: Path, capsys: pytest.Capture
         ("fig1/corrected", 0): "waiting",
     }
     with pytest.raises(ValueError, match=r"seed0\.run\.jsonl: a published run of other settings \(optim\.lr"):
-        plan(cells, "quick", tmp_path / "new", overrides=[*sets, "optim.lr=0.3"], published=results / "quick")
+        make_plan(cells, "quick", tmp_path / "new", overrides=[*sets, "optim.lr=0.3"], published=results / "quick")
     options = [word for s in sets for word in ("--set", s)]
     words = ["reproduce", *cells, "--seeds", "1", "--device", "cpu", *options, "--out", str(tmp_path / "again")]
     cli.app([*words, "--published", str(results)], standalone_mode=False)

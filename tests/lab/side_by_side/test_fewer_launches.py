@@ -13,9 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import normmatters as nm
 from normmatters.kernels import backends
-from normmatters.lab.capture import all_at_once
 from normmatters.lab.config import ModelConfig
 from normmatters.lab.models import build_image_model
+from normmatters.lab.side_by_side.fewer_launches import fewer_launches
+from normmatters.lab.side_by_side.small_conv import use_small_convolutions
 
 
 class _Count(TorchDispatchMode):
@@ -58,7 +59,7 @@ def _pass(net: nn.Module, dtype: torch.dtype | None, shortcut: bool) -> int:
     autocast = torch.autocast("cpu", dtype, cache_enabled=False) if dtype else contextlib.nullcontext()
     with _Count("aten._to_copy", "aten.add_.Tensor") as counted, contextlib.ExitStack() as stack:
         if shortcut:
-            stack.enter_context(all_at_once(net, dtype))
+            stack.enter_context(fewer_launches(net, dtype))
         with autocast:
             loss = net(x).float().square().mean()
         loss.backward()
@@ -87,7 +88,7 @@ def test_the_numbers_are_the_same_bit_for_bit(dtype: torch.dtype | None) -> None
 def test_an_error_inside_leaves_the_model_as_it_was() -> None:
     net = _Net()
     before = dict(net.named_parameters())
-    with pytest.raises(ZeroDivisionError), all_at_once(net, torch.bfloat16):
+    with pytest.raises(ZeroDivisionError), fewer_launches(net, torch.bfloat16):
         raise ZeroDivisionError
     assert all(p is before[name] for name, p in net.named_parameters())
     assert int(net.features[1].num_batches_tracked) == 0  # type: ignore[arg-type]
@@ -109,6 +110,7 @@ def test_a_capture_launches_the_kernels_of_the_steps_before_it(
     monkeypatch.setattr(backends, "INTERPRETED", True)
     monkeypatch.setattr(Launch, "__call__", note)
     net = build_image_model(ModelConfig(name="resnet8", **model), channels=3, classes=10, size=16)
+    use_small_convolutions(net)
     net = net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     x = torch.randn(16, 3, 16, 16).to(memory_format=torch.channels_last)
 
@@ -120,7 +122,7 @@ def test_a_capture_launches_the_kernels_of_the_steps_before_it(
         return set(launched)
 
     eager = step()
-    with all_at_once(net, torch.bfloat16):
+    with fewer_launches(net, torch.bfloat16):
         captured = step()
     assert len(eager) > 5
     assert captured == eager

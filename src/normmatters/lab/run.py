@@ -1,4 +1,4 @@
-"""One training loop for all experiments: from a config to a finished run folder, resumed wherever it stopped."""
+"""One run: from a config to a finished run folder, by one training loop for all experiments."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from torch import Tensor, nn
 from normmatters.lab import checkpoint
 from normmatters.lab.config import RunConfig, config_hash
 from normmatters.lab.data import ImageData, Shard, TextData, load_data
-from normmatters.lab.gate import gpu
-from normmatters.lab.graph import step_graphs
+from normmatters.lab.execution import Execution, execution_for
+from normmatters.lab.files import RunError, write_atomic
 from normmatters.lab.models import Translator, build_model
-from normmatters.lab.models.dropout import draw_from
+from normmatters.lab.models.layers import draw_from
 from normmatters.lab.objective import Classification, Objective, Translation
+from normmatters.lab.process_state import first_process_first, process_group, seed_everything
 from normmatters.lab.regimes import Regime, build_regime, find_invariant, find_recording
-from normmatters.lab.runlog import RunError, RunFolder, RunResult, why, write_atomic
-from normmatters.lab.session import first_process_first, process_group, seed_everything, setting_up, settings
-from normmatters.lab.step import Arithmetic, Evaluation, Stepper
+from normmatters.lab.run_folder import RunFolder, RunResult, describe_error
+from normmatters.lab.steps import Arithmetic, Evaluation, Stepper
 from normmatters.lab.translate import bleu, translate
 from normmatters.nn.sync import convert_sync_batchnorm
 
@@ -44,6 +44,7 @@ def train(
     progress: Progress | None = None,
     resume: bool = True,
     reference_dir: str | Path | None = None,
+    execution: Execution | None = None,
 ) -> RunResult:
     """Run ``config`` in ``run_dir``, from its last checkpoint if there is one. A finished run is returned as it is.
 
@@ -53,9 +54,10 @@ def train(
     Args:
         data_dir: where the data sets are; None: ``NORMMATTERS_DATA``, else ``./data``.
         progress: called with a dict: "messages" of what the run could not do as it was asked to, once; "step" and
-            "steps" about once a second; and each epoch's metrics.
+            "steps" about once per second; and each epoch's metrics.
         resume: False throws away what the folder holds and begins again, once all that the new run needs is there.
         reference_dir: the run folder that ``optim.reference`` means, where it is not beside this one.
+        execution: how the process is used; None: as ``runtime.compile`` and the device want it.
 
     Returns:
         Status "finished", or "nan" where the loss became NaN or infinite; with the last metrics.
@@ -68,51 +70,54 @@ def train(
 
         >>> train(from_dict({"optim": {"epochs": 2}}), "runs/digits").metrics["val_acc"]  # doctest: +SKIP
     """
-    run_dir = Path(run_dir)
     device, shard = process_group(config)
+    execution = execution or execution_for(config, device, shard.world)
+    folder, first = RunFolder(Path(run_dir)), shard.rank == 0
     with contextlib.ExitStack() as stack:
-        folder = RunFolder(run_dir)
         ended: RunResult | None = None
-        if shard.rank == 0:
+        if first:
             stack.enter_context(folder)
             if resume:
                 folder.check(config)
                 ended = folder.ended()
-        if shard.world > 1:  # all of them train, or none
-            box = [ended]
-            dist.broadcast_object_list(box, src=0)
-            ended = box[0]
+        ended = _from_first_process(ended, shard)  # all of them train, or none
         if ended is not None:
             return ended
         try:
-            if shard.rank == 0 and resume:
-                folder.start(config, device)
-            with settings(config, device):
-                with setting_up, gpu.together():
+            with execution.settings(config, device):
+                if first and resume:
+                    folder.start(config, device)
+                with execution.setting_up():
                     seed_everything(config.seed)
                     cache = folder.path if resume and folder.path.is_dir() else None
-                    run = _Run(config, folder, device, shard, data_dir, reference_dir, cache)
-                    if shard.rank == 0 and not resume:  # not before: a misspelt --data-dir must not cost a finished run
+                    run = TrainingRun(config, folder, device, shard, execution, data_dir, reference_dir, cache)
+                    if first and not resume:  # not before: a misspelt --data-dir must not cost a finished run
                         folder.clear()
                         folder.start(config, device)
                         if isinstance(run.data, TextData):
                             run.data.save_tokenizer(folder.path)
                     start = run.resume()
-                with gpu.together():
-                    try:
-                        return run.loop(start, progress if progress and shard.rank == 0 else (lambda _: None))
-                    finally:
-                        run.stepper.release()
+                with execution.training():
+                    return run.train(start, progress if progress and first else (lambda _: None))
         except Exception as error:
-            if shard.rank == 0:
-                told = why(error)
-                details = {"traceback": traceback.format_exc()} if told["kind"] == "exception" else {}
-                folder.fail(**told, **details)
+            if first:
+                reason = describe_error(error)
+                details = {"traceback": traceback.format_exc()} if reason["kind"] == "exception" else {}
+                folder.fail(**reason, **details)
             raise
 
 
-class _Run:
-    """Everything of one run, built in the order in which it depends on each other."""
+def _from_first_process(value: Any, shard: Shard) -> Any:
+    """The first process's value, in all of them."""
+    if shard.world == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+class TrainingRun:
+    """Everything of one run, built in the order in which its parts depend on each other."""
 
     def __init__(
         self,
@@ -120,6 +125,7 @@ class _Run:
         folder: RunFolder,
         device: torch.device,
         shard: Shard,
+        execution: Execution,
         data_dir: str | Path | None,
         reference_dir: str | Path | None,
         cache: Path | None,
@@ -128,7 +134,8 @@ class _Run:
         optim, runtime = config.optim, config.runtime
         with first_process_first(shard):  # it downloads, and learns the tokenizer, for all
             self.data = load_data(config.data, data_dir, seed=config.seed, device=device, shard=shard, cache=cache)
-        gpu.pause()
+        text = isinstance(self.data, TextData)
+        execution.pause()
         self.steps = self.data.train.steps
         recording = find_recording(folder.path, config, reference_dir) if optim.reference else None
         model = build_model(config.model, self.data).to(device)
@@ -137,10 +144,10 @@ class _Run:
             self.objective = Classification(self.data, optim.label_smoothing, device)
         else:
             self.objective = Translation(self.data, optim.label_smoothing, shard)
-        gpu.pause()
+        execution.pause()
         invariant = find_invariant(config, model, self.objective.example(device))
-        gpu.pause()
-        if runtime.channels_last and isinstance(self.data, ImageData):
+        execution.pause()
+        if runtime.channels_last and not text:
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         if shard.world > 1:
             model = convert_sync_batchnorm(model)
@@ -148,40 +155,31 @@ class _Run:
         self.regime: Regime = build_regime(config, model, self.steps, invariant, recording)
         wrapped = model
         if runtime.compile == "compile":
-            wrapped = torch.compile(wrapped, dynamic=isinstance(self.data, TextData))  # type: ignore[assignment]
+            wrapped = torch.compile(wrapped, dynamic=text)  # type: ignore[assignment]
         if shard.world > 1:
             ids = [device.index] if device.type == "cuda" else None
             wrapped = nn.parallel.DistributedDataParallel(wrapped, device_ids=ids)
         self.arithmetic = Arithmetic(config.precision, device)
         self.scaler = torch.amp.GradScaler(device.type) if config.precision.amp == "fp16" else None
         self.generator: torch.Generator | None = None
-        if isinstance(self.data, TextData) and runtime.compile != "compile":  # which knows no generators
+        if text and runtime.compile != "compile":  # torch.compile cannot use generators
             self.generator = torch.Generator(device).manual_seed((config.seed * 1_000_003 - 1) % (1 << 63))
             draw_from(model, self.generator)
-        graphs = None
-        if runtime.compile == "cudagraph" and shard.world == 1:
-            graphs = step_graphs(device, self.generator)
-        if graphs is not None and isinstance(self.data, TextData):
-            self.data.train.few_shapes()
-        self.stepper = Stepper(
-            wrapped,
-            self.objective,
-            self.regime,
-            self.arithmetic,
-            self.scaler,
-            clip_norm=optim.clip_norm,
-            graphs=graphs,
+        self.stepper, self.evaluation = execution.prepare(
+            Stepper(wrapped, self.objective, self.regime, self.arithmetic, self.scaler, clip_norm=optim.clip_norm),
+            Evaluation(model, self.objective, self.arithmetic, execution.pause),
+            self.data,
+            self.generator,
         )
-        # text has about as many shapes as batches
-        by_graphs = graphs if isinstance(self.data, ImageData) else None
-        self.evaluation = Evaluation(model, self.objective, self.arithmetic, by_graphs)
+        self.pause = execution.pause
         self._reseed(0)
         self.rows: list[dict[str, Any]] = []
         self.messages: list[str] = []
-        if runtime.compile == "cudagraph" and graphs is None:
+        if runtime.compile == "cudagraph" and not execution.uses_graphs:
             self.messages.append("runtime.compile=cudagraph needs one process and a GPU: the steps ran eagerly")
 
-    def loop(self, start: int, progress: Progress) -> RunResult:
+    def train(self, start: int, progress: Progress) -> RunResult:
+        """All epochs from number ``start`` on."""
         with contextlib.closing(writer) if (writer := self._tensorboard(start)) else contextlib.nullcontext():
             return self._epochs(start, writer, progress)
 
@@ -214,7 +212,7 @@ class _Run:
         return self._finish(saved=start == total)
 
     def _epoch(self, epoch: int, heartbeat: Callable[[int], None]) -> dict[str, Any]:
-        started = told = time.monotonic()
+        started = reported = time.monotonic()
         self.model.train()
         self.stepper.sums.zero_()
         step = epoch * self.steps
@@ -223,8 +221,8 @@ class _Run:
         for batch in self.data.train.epoch(epoch):
             self.stepper(batch, step)
             step += 1
-            if (now := time.monotonic()) - told > 1:
-                told = now
+            if (now := time.monotonic()) - reported > 1:
+                reported = now
                 heartbeat(step)
         sums = self._total(self.stepper.sums)  # the epoch's only wait for the device
         seconds = time.monotonic() - started
@@ -246,9 +244,10 @@ class _Run:
             with self.arithmetic():
                 beam, alpha = self.config.runtime.beam, self.config.runtime.length_penalty
                 tokens = 16384 if self.device.type == "cuda" else 2048
-                found = translate(self.model, self.data, self.device, beam=beam, alpha=alpha, tokens=tokens)
-            with gpu.away():
-                row["bleu"] = bleu(found, self.data.references)
+                lines = translate(
+                    self.model, self.data, self.device, beam=beam, alpha=alpha, tokens=tokens, before_token=self.pause
+                )
+            row["bleu"] = bleu(lines, self.data.references)
         return row
 
     def _total(self, sums: Tensor) -> list[float]:
@@ -280,10 +279,7 @@ class _Run:
         if self.shard.rank == 0:
             where = self.device if self.shard.world == 1 else "cpu"
             state, damaged = checkpoint.load(self.folder.checkpoints, where)
-        if self.shard.world > 1:  # the folder may be on the first process's machine only
-            box = [state]
-            dist.broadcast_object_list(box, src=0)
-            state = box[0]
+        state = _from_first_process(state, self.shard)  # the folder may be on the first process's machine only
         self.messages += damaged
         if state is None:
             if self.shard.rank == 0:
@@ -293,8 +289,8 @@ class _Run:
             raise RunError("checkpoint", f"the checkpoint in {self.folder.checkpoints} is of another config")
         epoch, self.rows = int(state["epoch"]), json.loads(state["rows"])
         if (before := self.rows[-1]["step"] // epoch) != self.steps:  # a learning rate, or a norm, of another step
-            told = f"an epoch had {before} steps and has {self.steps} now: the data are not those that it began with"
-            raise RunError("checkpoint", f"{self.folder.path}: {told}; give it those, or begin again (--fresh)")
+            problem = f"an epoch had {before} steps and has {self.steps} now: the data are not those that it began with"
+            raise RunError("checkpoint", f"{self.folder.path}: {problem}; give it those, or begin again (--fresh)")
         self.model.load_state_dict(state["model"])
         self.regime.load_state_dict(state["regime"])
         if self.scaler is not None:

@@ -11,17 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from normmatters.lab import trainer
 from normmatters.lab.config import DataConfig, ModelConfig, RunConfig, from_dict
 from normmatters.lab.data import Shard, TextData, load_data, text
 from normmatters.lab.data.text import EOS, PAD, TextLoader
 from normmatters.lab.models import build_text_model
-from normmatters.lab.models.dropout import Dropout, draw_from
+from normmatters.lab.models.layers import Dropout, draw_from
 from normmatters.lab.models.transformer import Attention
 from normmatters.lab.objective import Translation
-from normmatters.lab.reproduce import Job, Runner
-from normmatters.lab.trainer import train
-from support.fake_graphs import FakeGraphs, use_fake_graphs
+from normmatters.lab.plan import PlannedRun
+from normmatters.lab.run import train
+from normmatters.lab.runner import Runner
+from support.fake_graphs import FakeExecution, FakeGraphs, train_with_fakes
 from support.lab_runs import rows
 
 CPU = torch.device("cpu")
@@ -160,17 +160,10 @@ def _losses(folder: Path) -> list[tuple[float, float]]:
 def test_graphs_of_several_shapes_take_the_eager_steps(
     name: str, inside: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(FakeGraphs, "recorded", [])
     train(_run(name, "none"), tmp_path / "eager")
-    use_fake_graphs(monkeypatch)
-    build = trainer.build_regime
-
-    def build_regime(*args: Any) -> Any:
-        regime = build(*args)
-        regime.capturable = inside
-        return regime
-
-    monkeypatch.setattr(trainer, "build_regime", build_regime)
-    train(_run(name, runtime={"compile": "cudagraph", "record": "none", "device": "cpu"}), tmp_path / "graphs")
+    config = _run(name, runtime={"compile": "cudagraph", "record": "none", "device": "cpu"})
+    train(config, tmp_path / "graphs", execution=FakeExecution(capturable=inside))
     assert len(FakeGraphs.recorded) >= 3
     for found, want in zip(_losses(tmp_path / "graphs"), _losses(tmp_path / "eager"), strict=True):
         assert found == pytest.approx(want, rel=1e-4)
@@ -182,17 +175,14 @@ def _stop(event: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", ["lstm", "transformer"])
-def test_a_run_with_dropout_goes_on_as_if_uninterrupted(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    use_fake_graphs(monkeypatch)
+def test_a_run_with_dropout_resumes_as_if_uninterrupted(name: str, tmp_path: Path) -> None:
     config = _run(name, dropout=0.3)
-    train(config, tmp_path / "whole")
+    train_with_fakes(config, tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
-        train(config, tmp_path / "broken", progress=_stop)
-    train(config, tmp_path / "broken")
+        train_with_fakes(config, tmp_path / "broken", progress=_stop)
+    train_with_fakes(config, tmp_path / "broken")
     assert rows(tmp_path / "broken") == rows(tmp_path / "whole")
-    train(_run(name), tmp_path / "none")
+    train_with_fakes(_run(name), tmp_path / "none")
     assert _losses(tmp_path / "none") != _losses(tmp_path / "whole")  # there was dropout
 
 
@@ -243,19 +233,19 @@ def test_on_a_gpu_an_eager_optimizer_has_the_gradients_of_its_graph(name: str, t
 @GPU
 @pytest.mark.parametrize("norm", [{"layer_norm": "l1"}, {"layer_norm": "none", "weight_norm": "bwn"}])
 def test_on_a_gpu_runs_share_it_and_each_has_its_own_dropout(norm: dict[str, str], tmp_path: Path) -> None:
-    def jobs(out: str, count: int) -> list[Job]:
+    def jobs(out: str, count: int) -> list[PlannedRun]:
         found = []
         for name in ("lstm", "transformer"):
             sizes = {"d_model": 16, "layers": 1} | ({} if name == "lstm" else {"heads": 2, "d_ff": 32})
             model = {"name": name, "dropout": 0.3, **sizes, **norm}
             runtime = {"device": "cuda", "compile": "cudagraph", "bleu": "epoch", "threads": 1}
             config = _run(name, model=model, runtime=runtime)
-            found += [Job(f"text/{name}", config, tmp_path / out / f"{name}{i}", None) for i in range(count)]
+            found += [PlannedRun(f"text/{name}", config, tmp_path / out / f"{name}{i}", None) for i in range(count)]
         return found
 
     for out, count, workers in (("beside", 3, 6), ("alone", 1, 1)):
         started = jobs(out, count)
-        assert Runner(started, workers=workers, threads=True).run() == [], [j.reason for j in started]
+        assert Runner(started, workers=workers).run() == [], [j.reason for j in started]
     for name in ("lstm", "transformer"):
         alone = _losses(tmp_path / "alone" / f"{name}0")
         for i in range(3):

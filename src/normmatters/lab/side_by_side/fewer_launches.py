@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from normmatters.lab.models.conv import SmallConv2d
+from normmatters.lab.side_by_side.small_conv import SmallConv2d
 
 _CAST = (nn.Conv2d, SmallConv2d, nn.Linear)  # whose weights and biases autocast casts
 
 
 @contextlib.contextmanager
-def all_at_once(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
+def fewer_launches(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
     """One forward and backward pass of ``model`` inside: weights cast to ``dtype`` and batches counted together.
 
     ``dtype`` is autocast's, None without autocast. Afterwards the parameters have the

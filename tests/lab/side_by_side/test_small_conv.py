@@ -13,8 +13,9 @@ from torch.nn import functional as F
 pytest.importorskip("triton")
 
 from normmatters.kernels import backends
-from normmatters.lab.capture import all_at_once
-from normmatters.lab.models.conv import SmallConv2d, conv
+from normmatters.lab.models.layers import conv as plain_conv
+from normmatters.lab.side_by_side.fewer_launches import fewer_launches
+from normmatters.lab.side_by_side.small_conv import SmallConv2d, use_small_convolutions
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
@@ -23,6 +24,12 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GP
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "INTERPRETED", not torch.cuda.is_available())
+
+
+def conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Conv2d:
+    layer = plain_conv(inputs, outputs, kernel, stride)
+    use_small_convolutions(layer)
+    return layer
 
 
 def made(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
@@ -69,7 +76,7 @@ def test_values_and_gradients(batch: int, height: int, width: int, c_in: int, c_
 
 @pytest.mark.parametrize("joint", [True, False])
 def test_many_tiles_of_pixels(joint: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from normmatters.lab.models import conv_kernels as kernels
+    from normmatters.lab.side_by_side import small_conv_kernels as kernels
 
     monkeypatch.setitem(kernels.TILES, 16, kernels.Tiles(16, 2, 16, 3, joint))
     kernels.plan_of.cache_clear()
@@ -85,6 +92,9 @@ def test_only_what_fits() -> None:
     assert type(conv(16, 32, 3)) is SmallConv2d
     for odd in (conv(3, 16, 3), conv(16, 32, 3, 2), conv(16, 32, 1), conv(128, 128, 3)):
         assert type(odd) is nn.Conv2d
+    dilated = nn.Conv2d(16, 16, 3, padding=1, dilation=2, bias=False)
+    use_small_convolutions(dilated)
+    assert type(dilated) is nn.Conv2d
     layer = conv(16, 16, 3).to(DEVICE)
     for x in (made(2, 16, 4, 4, dtype=torch.float32), made(2, 16, 4, 4).contiguous().float()):
         assert "Conv3x3" not in type(layer(x).grad_fn).__name__
@@ -134,13 +144,13 @@ def test_the_kernels_run_on_the_inputs_device(monkeypatch: pytest.MonkeyPatch) -
         entered.append(device)
         yield
 
-    monkeypatch.setattr("normmatters.lab.models.conv.on_device", on_device)
+    monkeypatch.setattr("normmatters.lab.side_by_side.small_conv.on_device", on_device)
     x = made(2, 16, 4, 4)
     conv(16, 16, 3).half().to(DEVICE)(x)
     assert entered == [x.device]
 
 
-def test_under_autocast_and_all_at_once() -> None:
+def test_under_autocast_and_fewer_launches() -> None:
     """The captured step's way to the same gradients: weights cast before, gradients after."""
     layer, x = conv(16, 16, 3).to(DEVICE, memory_format=torch.channels_last), made(2, 16, 4, 4)
 
@@ -155,7 +165,7 @@ def test_under_autocast_and_all_at_once() -> None:
         return grad
 
     eager = step()
-    with all_at_once(layer, torch.float16):
+    with fewer_launches(layer, torch.float16):
         with torch.autocast(DEVICE, torch.float16):
             y = layer(x)
         y.square().sum().backward()

@@ -1,7 +1,7 @@
 """A run's folder: what was run (config, environment), what came out (metrics, norms, summary), or why it ended.
 
 config.json       the run's config                     environment.json   versions, device, commit
-metrics.jsonl     one line an epoch                    norms.safetensors  the recorder's norms
+metrics.jsonl     one line per epoch                   norms.safetensors  the recorder's norms
 checkpoints/      the last states                      summary.json       written last: the run is finished
 error.json        the reason, where it ended early     tensorboard/       where asked for
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import platform
@@ -18,21 +17,17 @@ import shutil
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 
 import normmatters
 from normmatters.lab.config import RunConfig, config_hash, differences, from_dict, to_json
+from normmatters.lab.files import RunError, read_json, write_atomic, write_error
 from normmatters.provenance import commit, device_name
 
-
-class RunError(RuntimeError):
-    """A run that cannot go on. ``kind``: "nan", "disk_full", "folder", "busy", "other_run", "checkpoint"."""
-
-    def __init__(self, kind: str, message: str) -> None:
-        super().__init__(message)
-        self.kind = kind
+_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # of a file system without them, such as Lustre often is
 
 
 @dataclass(frozen=True)
@@ -45,35 +40,7 @@ class RunResult:
     message: str = ""
 
 
-def write_atomic(path: Path, data: bytes) -> None:
-    """All of ``data`` under ``path``, or the old file untouched: temporary file, fsync, rename, fsync of the folder."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with partial.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-    except OSError as error:
-        with contextlib.suppress(OSError):  # the first error is the one to tell
-            partial.unlink(missing_ok=True)
-        raise _clear(error, path) from error
-
-
-def _clear(error: OSError, path: Path) -> RunError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return RunError(
-            "disk_full", f"no space left to write {path}; what was saved before is intact: free space, run again"
-        )
-    return RunError("folder", f"cannot write {path}: {error.strerror or error}")
-
-
-def why(error: Exception) -> dict[str, str]:
+def describe_error(error: Exception) -> dict[str, str]:
     """The ``kind`` and the ``message`` of what ended a run."""
     if isinstance(error, RunError):
         return {"kind": error.kind, "message": str(error)}
@@ -89,28 +56,22 @@ class RunFolder:
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.metrics = path / "metrics.jsonl"
-        self._lock: IO[str] | None = None
+        self._lock = FileLock(path / ".lock", timeout=0, thread_local=False, fallback_to_soft=False)
         self._started = False  # until then what the folder holds is an earlier run's
 
     def __enter__(self) -> RunFolder:
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
-            self._lock = (self.path / ".lock").open("w")
-        except OSError as error:
-            raise _clear(error, Path(error.filename or self.path)) from error
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._lock.close()
+            self._lock.acquire()
+        except Timeout:
             raise RunError("busy", f"{self.path}: another process is running this run") from None
-        except OSError:
-            pass  # a file system without locks, such as Lustre often is
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise write_error(error, Path(error.filename or self._lock.lock_file)) from error
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._lock is not None:
-            self._lock.close()  # which also unlocks; a killed process's lock goes with it
-            self._lock = None
+        self._lock.release()  # the system does so for a process that was killed
 
     def check(self, config: RunConfig) -> None:
         """Refuse a folder that holds another run, unless that one has not trained for an epoch: it is cleared then."""
@@ -123,13 +84,19 @@ class RunFolder:
             raise RunError("other_run", f"{existing} cannot be read ({error}); choose another folder") from None
         if config_hash(old) == config_hash(config):
             return
-        if has_results(self.path):
+        if self.has_results():
             raise RunError(
                 "other_run",
                 f"{self.path} holds another run ({', '.join(differences(old, config))}): "
                 "choose another folder, or throw it away (--fresh, resume=False)",
             )
         self.clear()
+
+    def has_results(self) -> bool:
+        """Whether a run has anything to lose: an epoch, a checkpoint, or how it ended. Missing data leave nothing."""
+        diverged = (read_json(self.path / "error.json") or {}).get("kind") == "nan"
+        files = [self.metrics, self.path / "summary.json", *self.checkpoints.glob("*.pt")]
+        return diverged or any(file.is_file() and file.stat().st_size for file in files)
 
     def clear(self) -> None:
         """Throw away what the folder holds of a run. How it ended goes first: half of it must not look finished."""
@@ -166,10 +133,10 @@ class RunFolder:
             with self.metrics.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
         except OSError as error:
-            raise _clear(error, self.metrics) from error
+            raise write_error(error, self.metrics) from error
 
     def rewrite(self, rows: list[dict[str, Any]]) -> None:
-        """Replace the metrics by those of the checkpoint that the run goes on from."""
+        """Replace the metrics by those of the checkpoint from which the run continues."""
         write_atomic(self.metrics, "".join(json.dumps(r) + "\n" for r in rows).encode())
 
     def finish(self, summary: dict[str, Any]) -> None:
@@ -177,27 +144,11 @@ class RunFolder:
         write_atomic(self.path / "summary.json", _json(summary))
 
     def fail(self, kind: str, message: str, **details: Any) -> None:
-        """Say why the run ended; where even that cannot be written, the caller's error says it."""
+        """Write why the run ended; where even that cannot be written, the caller's error says it."""
         if not self._started:
             return
         with contextlib.suppress(RunError):
             write_atomic(self.path / "error.json", _json({"kind": kind, "message": message, **details}))
-
-
-def has_results(folder: Path) -> bool:
-    """Whether a run has anything to lose: an epoch, a checkpoint, or how it ended. Missing data leave nothing."""
-    diverged = (read_json(folder / "error.json") or {}).get("kind") == "nan"
-    files = [folder / "metrics.jsonl", folder / "summary.json", *(folder / "checkpoints").glob("*.pt")]
-    return diverged or any(file.is_file() and file.stat().st_size for file in files)
-
-
-def read_json(path: Path) -> dict[str, Any] | None:
-    """A JSON object, or None where there is none that can be read."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return value if isinstance(value, dict) else None
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import os
 import random
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -38,48 +37,26 @@ def process_group(config: RunConfig) -> tuple[torch.device, Shard]:
     return device, Shard(rank, world)
 
 
-# Runs may share a process, a thread each. One at a time is set up: a model is initialised from torch's own random
-# state, and a checkpoint sets it. After that none draws from it: dropout has a generator of its run's own.
-# A run takes this before it enters the gate (``gate.py``), never inside it.
-setting_up = threading.Lock()
-
-
 def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % (1 << 32))  # noqa: NPY002
     torch.manual_seed(seed)
 
 
-_switches_lock = threading.Lock()
-_in_use: list[dict[str, Any]] = []  # the switches of every run that is going on in this process
-_before: dict[str, Any] = {}  # the caller's
-
-
 @contextlib.contextmanager
-def settings(config: RunConfig, device: torch.device) -> Iterator[None]:
-    """Threads and torch's global switches for this run; the caller's, and its random state, are put back at the end.
-
-    Of runs that share the process the first sets and the last puts back, so all must want the same.
-    """
-    wanted = _wanted(config, device)
-    with _switches_lock:
-        if _in_use and wanted != _in_use[0]:
-            raise ValueError(f"runs in one process must agree on {wanted}, another one has {_in_use[0]}")
-        if not _in_use:
-            _before.update(switches=_current(device.type == "cuda"), random=checkpoint.random_state())
-            _apply(wanted)
-        _in_use.append(wanted)
+def torch_settings(config: RunConfig, device: torch.device) -> Iterator[None]:
+    """Threads and torch's global switches for this run; the caller's, and its random state, are put back at the end."""
+    before, random_state = _current(device.type == "cuda"), checkpoint.random_state()
+    _apply(wanted_settings(config, device))
     try:
         yield
     finally:
-        with _switches_lock:
-            _in_use.remove(wanted)
-            if not _in_use:
-                _apply(_before.pop("switches"))
-                checkpoint.set_random_state(_before.pop("random"))
+        _apply(before)
+        checkpoint.set_random_state(random_state)
 
 
-def _wanted(config: RunConfig, device: torch.device) -> dict[str, Any]:
+def wanted_settings(config: RunConfig, device: torch.device) -> dict[str, Any]:
+    """What :func:`torch_settings` sets."""
     wanted: dict[str, Any] = {"threads": config.runtime.threads or torch.get_num_threads()}
     if device.type == "cuda":
         tf32 = config.precision.tf32
@@ -114,6 +91,7 @@ def _apply(switches: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def first_process_first(shard: Shard) -> Iterator[None]:
+    """The first process does what is inside before the others."""
     if shard.rank > 0:
         dist.barrier()
     yield

@@ -1,4 +1,4 @@
-"""A run's steps as CUDA graphs: each shape's recorded once, replayed with one launch."""
+"""A run's steps as CUDA graphs: recorded once for each shape, replayed with one launch."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from collections.abc import Callable, Hashable, Iterator
 
 import torch
 
-from normmatters.lab.gate import gpu
+from normmatters.lab.side_by_side.rwlock import gpu
 
-__all__ = ["CudaGraphs", "own_stream", "step_graphs"]
+__all__ = ["CudaGraphs", "no_collection", "own_stream"]
 
 _AHEAD = 4  # replays between the marks at which the host waits until the device has reached the mark before
-_mine = threading.local()
+_of_thread = threading.local()
 
 
 class CudaGraphs:
     """Records a function's work on the device; ``replay`` does it again, on the same memory.
 
     A run has one graph for each ``key`` (the shapes of its batches). They share their memory, since no two of them run
-    at a time, and draw random numbers from ``generator``: each replay goes on where the last one, or an eager step,
+    at a time, and draw random numbers from ``generator``: each replay continues where the last one, or an eager step,
     ended. The host may be up to twice ``ahead`` replays ahead, enough to keep the device busy. More would only make
-    others wait: a run that begins waits for all work that was launched before, of every run, four times over.
+    others wait: a run that begins waits four times for all the work that every run has launched before.
     """
 
     def __init__(self, device: torch.device, generator: torch.Generator | None = None) -> None:
@@ -39,23 +39,23 @@ class CudaGraphs:
 
     @contextlib.contextmanager
     def warm_up(self) -> Iterator[None]:
-        """What runs inside is not recorded, but prepares for it: it compiles kernels and tries out convolutions.
+        """What runs inside is not recorded, but prepares for that: it compiles kernels and tries out convolutions.
 
-        One run at a time: the next finds them ready, and none of them is timed beside another.
+        One run at a time: the next one finds them ready, and no convolution is timed while another run computes.
         """
         current = torch.cuda.current_stream(self._stream.device)
-        with gpu.alone():
+        with gpu.exclusive():
             self._stream.wait_stream(current)
             with torch.cuda.stream(self._stream):
                 yield
             current.wait_stream(self._stream)
 
     def record(self, key: Hashable, work: Callable[[], None]) -> None:
-        """Record ``work``, which does nothing by that."""
+        """Record ``work``; nothing is computed yet."""
         graph = torch.cuda.CUDAGraph()
-        # thread_local: a thread that reads images ahead may go on to pin memory
+        # thread_local: a thread that reads images ahead may pin memory meanwhile
         recording = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
-        with gpu.alone(), _no_collection():
+        with gpu.exclusive(), no_collection():
             if self._generator is not None:
                 graph.register_generator_state(self._generator)
             with recording:
@@ -70,9 +70,9 @@ class CudaGraphs:
             self._mark.record()
 
     def release(self) -> None:
-        """Destroy the graphs while none is captured and nothing of them runs; a device that fails has said so."""
+        """Destroy the graphs while none is captured or runs; a device that fails here has raised an error before."""
         if self._graphs:
-            with gpu.alone():
+            with gpu.exclusive():
                 with contextlib.suppress(RuntimeError):
                     torch.cuda.current_stream(self._stream.device).synchronize()
                     for graph in self._graphs.values():
@@ -81,7 +81,7 @@ class CudaGraphs:
 
 
 @contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
+def no_collection() -> Iterator[None]:
     """Python's garbage collection may destroy the graph of a run that has ended, and free its memory: not now."""
     collects = gc.isenabled()
     gc.disable()
@@ -92,15 +92,10 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def step_graphs(device: torch.device, generator: torch.Generator | None) -> CudaGraphs | None:
-    """Graphs for a run's steps; None where there is no GPU."""
-    return CudaGraphs(device, generator) if device.type == "cuda" else None
-
-
 def own_stream(device: torch.device) -> torch.cuda.Stream:
     """This thread's stream, the same for all its runs: torch has 32 of them and hands them out in turn."""
-    streams: dict[torch.device, torch.cuda.Stream] = _mine.__dict__.setdefault("streams", {})
+    streams: dict[torch.device, torch.cuda.Stream] = _of_thread.__dict__.setdefault("streams", {})
     if device not in streams:
-        with gpu.together():
+        with gpu.shared():
             streams[device] = torch.cuda.Stream(device)
     return streams[device]
