@@ -16,7 +16,7 @@ from normmatters.lab.data.numerals import LIMIT, english, german, splits
 from normmatters.lab.experiments import PRESETS, load_cell, load_cells, load_file
 from normmatters.lab.models import build_image_model
 from normmatters.lab.paper import EXPERIMENTS
-from normmatters.lab.reproduce import plan
+from normmatters.lab.plan import make_plan
 
 
 def test_every_cell_loads_at_every_preset() -> None:
@@ -104,10 +104,10 @@ def test_short_is_cifar_with_fewer_epochs() -> None:
 
 
 def test_cells_beyond_the_paper_stay_out_of_the_demo(tmp_path: Path) -> None:
-    assert not [job for job in plan(["lean", "fig1"], "quick", tmp_path) if job.id.startswith("lean")]
+    assert not [job for job in make_plan(["lean", "fig1"], "quick", tmp_path) if job.id.startswith("lean")]
     with pytest.raises(ValueError, match="no cell of lean is run at the preset quick"):
-        plan(["lean"], "quick", tmp_path)
-    assert "lean/resnet56_l1_lean" in {job.id for job in plan(["lean"], "short", tmp_path)}
+        make_plan(["lean"], "quick", tmp_path)
+    assert "lean/resnet56_l1_lean" in {job.id for job in make_plan(["lean"], "short", tmp_path)}
 
 
 def test_each_pair_of_l1s_gap_differs_in_its_norm_alone() -> None:

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from normmatters.lab.config import from_dict
+from normmatters.lab.config import from_dict, run_path
 from normmatters.lab.publish import END, publish, redraw
 from normmatters.lab.report import collect, judge_all
-from normmatters.lab.reproduce import run_folder
-from normmatters.lab.trainer import train
+from normmatters.lab.run import train
 from support.lab_runs import small_run
 from support.markdown_pages import ROOT
 from support.synthetic_runs import write_run
@@ -149,7 +148,7 @@ def test_a_name_that_leads_elsewhere_is_refused(tmp_path: Path, name: str) -> No
         publish([tmp_path / "runs"], tmp_path / "results" / "quick")
     assert [p.name for p in tmp_path.iterdir()] == ["runs"]
     with pytest.raises(ValueError, match="cell names a folder"):
-        run_folder(tmp_path, from_dict(config | {"cell": name}))
+        run_path(tmp_path, from_dict(config | {"cell": name}))
 
 
 def test_a_damaged_run_leaves_every_page_as_it_was(tmp_path: Path) -> None:

@@ -188,6 +188,11 @@ def cell_folder(above: Path, config: RunConfig) -> Path:
     return above / config.experiment / config.cell
 
 
+def run_path(above: Path, config: RunConfig) -> Path:
+    """``above/experiment/cell/seedN``: where ``optim.reference`` finds its neighbour."""
+    return cell_folder(above, config) / f"seed{config.seed}"
+
+
 def read_toml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     """A file's table. ``extends = "other.toml"`` (relative) takes that file's values where this one has none."""
     path = path.resolve()

@@ -18,12 +18,12 @@ from typing import Any
 from normmatters.lab import config as _config
 from normmatters.lab.claims import CLAIMS, Claim
 from normmatters.lab.experiments import PRESETS, load_cell
+from normmatters.lab.files import write_atomic
 from normmatters.lab.report import Report, collect, draw
 from normmatters.lab.report.collect import PUBLISHED, Result, Run, describe, published_file, read_published
 from normmatters.lab.report.html import experiments_of
 from normmatters.lab.report.judge import MARKS, Kind
 from normmatters.lab.report.markdown import row
-from normmatters.lab.runlog import write_atomic
 from normmatters.lab.schema import suggest
 
 __all__ = ["publish", "redraw"]

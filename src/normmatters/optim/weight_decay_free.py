@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from normmatters.kernels.cpu.optimizer_rows import momentum_step_
 from normmatters.optim._base import (
     Group,
     Scalar,
@@ -177,7 +178,15 @@ class WeightDecayFreeSGD(WeightDecayFree):
                 idle_buffers = [cohort.states[i]["momentum_buffer"] for i in idle]
                 multiply_(idle_buffers, pending * state["alpha"] / next_alpha)
                 add_(idle_buffers, [grads[i] for i in idle], sign * lr * kappa)
-            if not group["nesterov"] and not group["capturable"] and cohort.use_fused(group):
+            if not group["capturable"] and cohort.use_native(group):
+                # The equations below in one pass: Δw and the new V are linear in V and ∇L.
+                remains, buffers = momentum * pending, cohort.momentum_buffers() if momentum != 0 else []
+                of_weight, of_buffer = (0.0, -step_size * remains, -step_size * sign), (0.0, remains, sign)
+                if group["nesterov"]:
+                    of_weight = (0.0, -step_size * remains * momentum, -step_size * sign * (1 + momentum))
+                    of_buffer = (0.0, remains * (1 - lr * weight_decay), sign * (1 + lr * momentum * kappa))
+                momentum_step_(params, grads, buffers, of_weight, of_buffer)
+            elif not group["nesterov"] and not group["capturable"] and cohort.use_fused(group):
                 if momentum != 0 and pending != 1:  # left by captured steps
                     multiply_(cohort.momentum_buffers(), pending)
                 sgd_(group | {"fused": True}, cohort, step_size, 0.0)  # V ← μV + ∇L,  w ← w − η α_t α_{t+1} V

@@ -14,7 +14,7 @@ from normmatters.lab import config as _config
 from normmatters.lab import experiments
 from normmatters.lab.claims import CLAIMS
 from normmatters.lab.experiments import Cell, Paper
-from normmatters.lab.runlog import read_metrics
+from normmatters.lab.run_folder import read_metrics
 
 __all__ = ["METRICS", "Collection", "Metric", "Number", "Result", "Run", "collect", "describe", "differences"]
 
