@@ -24,10 +24,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from normmatters.kernels.cpu.optimizer_rows import momentum_step_
@@ -42,6 +42,7 @@ from normmatters.optim._base import (
     rescale_factor,
     sgd_,
 )
+from normmatters.optim.decay_groups import model_groups
 
 
 def largest_decay(momentum: float, nesterov: bool = False) -> float:
@@ -125,6 +126,27 @@ class WeightDecayFreeSGD(WeightDecayFree):
             "check_invariance": check_invariance,
         }
         super().__init__(params, defaults)
+
+    @classmethod
+    def from_model(
+        cls, model: nn.Module, example_input: Any, lr: float | Tensor, *, decay_vectors: bool = True, **options: Any
+    ) -> Self:
+        """The optimizer for a whole model: weight-decay-free for its scale-invariant weights, found by a test.
+
+        The model takes the same path as under ``torch.optim.SGD(model.parameters(), lr, **options)``.
+
+        Args:
+            model, example_input: as for :func:`scale_invariant_parameters`.
+            lr: as above.
+            decay_vectors: whether biases and affine parameters decay, as they do under that SGD.
+            options: momentum, weight_decay and the others, as above.
+
+        >>> model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        >>> batch = torch.randn(8, 3)
+        >>> optimizer = WeightDecayFreeSGD.from_model(model, batch, lr=0.1, momentum=0.9, weight_decay=5e-4)
+        """
+        groups = model_groups(model, example_input, decay_vectors, {}, {"weight_decay_free": False})
+        return cls(groups, lr, **options)
 
     def _check_group(self, index: int, group: Group, decay: float) -> None:
         momentum = group["momentum"]
