@@ -17,7 +17,6 @@ from torch.nn.utils import parametrize
 from normmatters.functional.weight import slice_norm
 from normmatters.weight_norm.parametrizations import BoundedWeight, ClassicWeight, weight_norm_of
 
-
 AnyWeightNorm = BoundedWeight | ClassicWeight
 
 
