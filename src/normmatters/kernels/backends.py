@@ -10,7 +10,6 @@ import contextlib
 import functools
 import importlib.util
 import logging
-import math
 import os
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
@@ -33,7 +32,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class Backend(NamedTuple):
-    """``name`` is ``"triton"``, ``"cpu"``, ``"hand-derived"``, ``"plain"`` or ``"arithmetic"``; ``reason`` says why not faster.
+    """``name`` is ``"triton"``, ``"cpu"``, ``"hand-derived"``, ``"plain"`` or ``"arithmetic"``; ``reason``: why not faster.
 
     >>> Backend("plain", "in evaluation the module is torch's own batch norm").name
     'plain'
@@ -250,7 +249,7 @@ def layer_norm_backend(input: Tensor, normalized_shape: Sequence[int], norm: Nor
 
     Example::
 
-        >>> layer_norm_backend(torch.randn(8, 16), [16], Norm(math.inf)).name
+        >>> layer_norm_backend(torch.randn(8, 16), [16], Norm("range")).name
         'plain'
     """
     if emulation.open_contexts and emulation.active() is not None:

@@ -1,8 +1,8 @@
 """Layer norm and RMS norm in L1, L2 and Lp on a CPU; the kernels are in native/layer_norm.cpp.
 
-The forward pass reads the input and writes the output, the backward pass reads gradient and input and writes the input's
-gradient: a row stays in the cache for whatever else is done to it. The gradients of weight and bias are summed on the
-way, in an order that depends on the shape alone.
+The forward pass reads the input and writes the output; the backward pass reads gradient and input and writes dx: a row
+stays in the cache for whatever else is done to it. The gradients of weight and bias are summed on the way, in an order
+that depends on the shape alone.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ Row<Compute<T>> statistics(const T* x, const Shape<Compute<T>>& shape) {
       });
       C largest = 0;
       for (int i = 0; i < kWidth<C>; ++i) largest = top[i] > largest || top[i] != top[i] ? top[i] : largest;
-      unit = largest > 0 && largest <= std::numeric_limits<C>::max() ? double(largest) : 1;
+      unit = largest > 0 ? double(largest) : 1;  // of infinity all become NaN, as in the plain equation
     }
     const Vec<C> inverse_unit = splat(C(1 / unit));
     double offset = 0;
