@@ -94,7 +94,7 @@ class WeightDecayFreeSGD(WeightDecayFree):
 
     # pending: what the momentum buffer must still be multiplied by.
     _scalars = (("alpha", 1.0), ("kappa", 0.0), ("pending", 1.0))
-    _numbers = {"lr": math.inf, "momentum": 1.0, "weight_decay": math.inf}
+    _numbers = ("lr", "momentum", "weight_decay")
 
     def __init__(
         self,
@@ -187,10 +187,8 @@ class WeightDecayFreeSGD(WeightDecayFree):
         loss = evaluate(closure)
         ordinary, cohorts = self._gather()
         # α of every cohort first: if a schedule is refused, no weight has moved yet.
-        coming = [self._next_scalars(group, cohort.states[0]) for group, cohort in cohorts]
-        for group, members in ordinary:
-            sgd_(group, members)
-        for (group, cohort), (lr, weight_decay, next_alpha, next_kappa) in zip(cohorts, coming):
+        coming = [self._next_scalars(group, cohort.states[0], *rates) for group, cohort, *rates in cohorts]
+        for (group, cohort, lr, weight_decay), (next_alpha, next_kappa) in zip(cohorts, coming):
             params, grads, (state, *_) = cohort
             momentum, sign = group["momentum"], -1.0 if group["maximize"] else 1.0
             kappa, pending = state["kappa"], state["pending"]
@@ -236,11 +234,12 @@ class WeightDecayFreeSGD(WeightDecayFree):
                 if buffers := [one["momentum_buffer"] for one in cohort.states if "momentum_buffer" in one]:
                     multiply_(buffers, 1 / factor)
             self._store(group, cohort, (next_alpha * factor, next_kappa, pending))
+        for group, members in ordinary:
+            sgd_(group, members)
         return loss
 
-    def _next_scalars(self, group: Group, state: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
-        """(η_t, λ, α_{t+1}, κ_{t+1}) of a cohort: Python floats, or 0-dim float64 tensors when capturable."""
-        lr, weight_decay = rates(group, read=not group["capturable"])
+    def _next_scalars(self, group: Group, state: dict[str, Any], lr: Any, weight_decay: Any) -> tuple[Any, Any]:
+        """(α_{t+1}, κ_{t+1}) of a cohort: Python floats, or 0-dim float64 tensors when capturable."""
         settings = lr, weight_decay, group["momentum"], group["nesterov"]
         next_alpha, next_kappa = next_alpha_kappa(state["alpha"], state["kappa"], *settings)
         if not group["capturable"] and not next_alpha > 0:
@@ -248,4 +247,4 @@ class WeightDecayFreeSGD(WeightDecayFree):
                 f"lr {lr:g} and momentum {group['momentum']:g} now turn the scale alpha negative, although lr * "
                 "weight_decay is within its bound: the momentum fell, or the lr rose, too fast after the last step"
             )
-        return lr, weight_decay, next_alpha, next_kappa
+        return next_alpha, next_kappa
