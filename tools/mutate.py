@@ -39,7 +39,7 @@ NEAR = {
     "functional/pieces.py": ["functional/test_hand_derived.py"],
     "functional/statistic.py": ["functional/test_statistic.py", "functional/test_lp_batch_norm.py"],
     "functional/torch_batch_norm.py": ["functional/test_hand_derived.py"],
-    "functional/weight.py": ["weight_norm/test_bounded_weight.py"],
+    "functional/weight.py": ["functional/test_weight.py"],
     "optim/_base.py": ["optim/test_refusals.py", "optim/test_weight_decay_free.py", "optim/test_base_exponents.py"],
     "optim/angular.py": ["optim/test_angular.py"],
     "optim/angular_sgd.py": ["optim/test_angular.py"],
@@ -51,7 +51,7 @@ NEAR = {
 }
 FAR = {
     "constants": ["test_constants.py", "functional"],
-    "functional": ["functional", "weight_norm/test_bounded_weight.py", "nn", "docs/test_docstrings.py"],
+    "functional": ["functional", "functional/test_weight.py", "nn", "docs/test_docstrings.py"],
     "optim": ["optim", "kernels/test_rows_kernels.py", "docs/test_docstrings.py"],
 }
 

@@ -299,7 +299,7 @@ def _show_report(console: Console, report: Report) -> None:
         table.add_column(column)
     for v in report.verdicts:
         mark = f"[{colors[v.verdict]}]{v.mark}[/]"
-        table.add_row(mark, f"{escape(v.claim.text)} [dim]{v.claim.check}[/]", escape(v.measured))
+        table.add_row(mark, f"{escape(v.text)} [dim]{v.claim.check}[/]", escape(v.measured))
     if report.verdicts:
         console.print(table, highlight=False)
         count = {kind: sum(v.verdict == kind for v in report.verdicts) for kind in colors}

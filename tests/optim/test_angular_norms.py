@@ -33,7 +33,8 @@ def test_sharded_weights_turn_as_whole_ones(kind, dim):
                 optimizer.zero_grad()
                 layer(torch.eye(5, dtype=torch.float64)).sub(t).square().sum().backward()
                 optimizer.step()
-        assert torch.equal(shards.weight.full_tensor(), whole.weight)
+        # Shards take the plain path and whole weights the native kernels, which sum in another order.
+        torch.testing.assert_close(shards.weight.full_tensor(), whole.weight, rtol=1e-13, atol=1e-15)
         with torch.no_grad():
             shards.weight.mul_(0)
         with pytest.raises(ValueError, match="neuron 0 has norm 0"):

@@ -199,7 +199,7 @@ def test_a_channel_that_grows_without_end_is_held(
         return directions(model), channel_norms(model[0].weight.detach())[0]  # type: ignore[arg-type]
 
     held, norm = run()
-    monkeypatch.setattr(correction, "_FAR", 1e300)
+    monkeypatch.setattr(correction, "LARGEST_RATIO", 1e300)
     free, endless = run()
     assert norm < 1e9 < 1e-9 * endless
     torch.testing.assert_close(held, free, rtol=1e-9, atol=1e-12)

@@ -272,8 +272,8 @@ def recording(**changes: Any) -> Recording:
     [
         ({"lr": torch.full((3, 1), 0.1)}, r"3 rows need lr and weight_decay of \[2, groups\]"),
         ({"weight_decay": torch.full((2,), 0.1)}, r"3 rows need lr and weight_decay of \[2, groups\]"),
-        ({"shapes": {}}, "and not its shape and dim"),
-        ({"dims": {}}, "and not its shape and dim"),
+        ({"shapes": {}}, "shape and dim"),
+        ({"dims": {}}, "shape and dim"),
         ({"norms": {"w": torch.ones(3, 3)}}, r"must be \[3, 2\], got \[3, 3\]"),
         ({"norms": {"w": torch.ones(2, 2)}}, r"must be \[3, 2\], got \[2, 2\]"),
         ({"angles": {"v": torch.ones(2, 2)}}, r"angles of 'w' must be \[2, 2\]"),
@@ -472,8 +472,8 @@ def test_a_wrapper_that_refuses_a_state_keeps_its_own() -> None:
     ("source", "error", "message"),
     [
         (ReduceLROnPlateau, TypeError, "needs a metric at each step"),
-        (lambda o: OneCycleLR(o, 0.2, total_steps=9), ValueError, "OneCycleLR moves the momentum too"),
-        (lambda o: CyclicLR(o, 0.1, 0.2), ValueError, "CyclicLR moves the momentum too"),
+        (lambda o: OneCycleLR(o, 0.2, total_steps=9), ValueError, "OneCycleLR [a-z]+ the momentum"),
+        (lambda o: CyclicLR(o, 0.1, 0.2), ValueError, "CyclicLR [a-z]+ the momentum"),
     ],
     ids=["plateau", "one cycle", "cyclic"],
 )

@@ -563,3 +563,26 @@ def test_the_default_on_a_gpu_is_fused_and_gives_the_same_steps(momentum, memory
     assert len(calls) == 100
     for p, q in zip(*(net.parameters() for net in nets)):
         assert (p - q).abs().max() < EXACT
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+def test_a_saved_step_count_may_be_a_number(capturable, monkeypatch):
+    """As in old and converted checkpoints of Adam, which torch.optim loads too."""
+    if capturable:  # which torch has on GPUs only
+        adam = importlib.import_module("torch.optim.adam")
+        monkeypatch.setattr(adam, "_get_capturable_supported_devices", lambda **_: ["cpu"])
+    runs = []
+    for as_number in (False, True):
+        w = torch.nn.Parameter(torch.randn(4, 6, generator=torch.Generator().manual_seed(0)))
+        optimizer = WeightDecayFreeAdamW([w], lr=0.1, capturable=capturable, check_invariance=False)
+        for t in range(4):
+            w.grad = torch.randn(4, 6, generator=torch.Generator().manual_seed(t))
+            if t == 2:
+                state = copy.deepcopy(optimizer.state_dict())
+                if as_number:
+                    state["state"][0]["step"] = int(state["state"][0]["step"])
+                optimizer = WeightDecayFreeAdamW([w], lr=0.1, capturable=capturable, check_invariance=False)
+                optimizer.load_state_dict(state)
+            optimizer.step()
+        runs.append(w.detach())
+    assert torch.equal(*runs)

@@ -16,7 +16,6 @@ pytest.importorskip("triton")
 
 from normmatters.functional import bounded_weight
 from normmatters.weight_norm import apply_weight_norm, classic_weight_norm, fuse, fused, remove_weight_norm, unfuse
-from normmatters.weight_norm.parametrized import v_and_rho
 from support.weight_norm_cases import DEVICE, ORDERS, close
 
 
@@ -109,7 +108,7 @@ def test_outside_the_pass_layers_compute_their_own(kind, weight_norm_calls):
         for p in model.parameters():
             p.mul_(2).add_(0.01)
     stack = model.stem.parametrizations.weight
-    v, rho = v_and_rho(stack[0], stack)
+    v, rho = stack[0].v_and_rho(stack)
     fresh = bounded_weight(v, rho)
     assert torch.equal(model.stem.weight, fresh)
     assert model.stem.weight.requires_grad
@@ -201,17 +200,17 @@ def test_a_layer_without_its_norm_is_left_out(kind, weight_norm_calls):
         remove_weight_norm(one.body[0])
     same(step(model), step(reference))
     (fusion,) = (hook.__self__ for hook in model._forward_pre_hooks.values())
-    assert [len(members) for members, _ in fusion._calls] == [4]
+    assert [len(members) for members, _ in fusion.groups] == [4]
     stack = model.stem.parametrizations.weight
     name = "original" if kind == "bounded" else "original1"
     whole = getattr(stack, name)
     setattr(stack, name, nn.Parameter(whole.detach()[:4]))
     fusion.before(model, ())
-    assert [len(members) for members, _ in fusion._calls] == [3]
+    assert [len(members) for members, _ in fusion.groups] == [3]
     if kind == "classic":
         stack.original1, stack.original0 = whole, nn.Parameter(stack.original0.detach()[:4])
         fusion.before(model, ())
-        assert [len(members) for members, _ in fusion._calls] == [3]
+        assert [len(members) for members, _ in fusion.groups] == [3]
 
 
 def test_both_kinds_in_one_model(weight_norm_calls):
@@ -317,7 +316,7 @@ def test_a_compiled_part_takes_the_weights_of_the_pass(kind, weight_norm_calls):
 
 def test_distributed_data_parallel(kind, weight_norm_calls, tmp_path, monkeypatch):
     """Weights come in groups, whose gradients can be exchanged one after the other."""
-    monkeypatch.setattr(fused, "_BUCKET", 4 * 8 * 3 * 9 + 1)  # the first convolution and some more
+    monkeypatch.setattr(fused, "BUCKET_BYTES", 4 * 8 * 3 * 9 + 1)  # the first convolution and some more
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         model = nn.parallel.DistributedDataParallel(fuse(net(kind)))

@@ -21,6 +21,8 @@ from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 from torch.optim.sgd import sgd
 
+from normmatters.kernels.cpu.optimizer_rows import momentum_step_, why_not_step
+
 Group = dict[str, Any]
 Loss = TypeVar("Loss")
 Scalar = TypeVar("Scalar", float, Tensor)
@@ -131,7 +133,7 @@ def is_capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-# Kinds of device where SGD's fused kernel is taken by default.
+# Kinds of device where SGD's fused kernel is taken by default; on others it is the native kernel, where there is one.
 FUSED_ON = {"cuda"}
 
 
@@ -194,6 +196,15 @@ class Members(NamedTuple):
         doubtful = [i for i, three in enumerate(strides) if len(lists) < 3 or three.count(three[0]) < 3]
         return all(_strided_alike(*(tensors[i] for tensors in lists)) for i in doubtful)
 
+    def use_native(self, group: Group) -> bool:
+        """Whether the native CPU kernel takes these tensors, where the group names no implementation."""
+        if group.get("fused") is not None or group["foreach"] is not None or not self.params:
+            return False
+        device = self.params[0].device.type
+        if device != "cpu" or device in FUSED_ON:
+            return False
+        return not why_not_step(self.params, self.grads, self.momentum_buffers() if group["momentum"] != 0 else [])
+
     def in_one_place(self) -> bool:
         """Whether all tensors are of one device and one real dtype, as one call of the fused kernel needs."""
         dtypes = {*map(_DTYPE, self.params), *map(_DTYPE, self.grads)}
@@ -236,6 +247,12 @@ def sgd_(group: Group, members: Members, lr: float | Tensor | None = None, weigh
             "maximize": group["maximize"],
         }
         fused = members.use_fused(group)
+        if members.use_native(group):
+            # b ← μb + g′ with g′ = sign·∇L + λw, and the weight moves by −η times b, g′ + μb or g′.
+            reach = 1 + momentum if nesterov else 1.0
+            of_weight = (-lr * reach * weight_decay, -lr * momentum ** (2 if nesterov else 1), -lr * reach * sign)
+            momentum_step_(params, grads, buffers, of_weight, (weight_decay, momentum, sign))
+            return
         if fused and (not group.get("fused") or members.in_one_place()):
             # What PyTorch's `sgd` ends in, without sorting the tensors by device and dtype.
             torch._fused_sgd_(params, grads, buffers, **options, is_first_step=False)

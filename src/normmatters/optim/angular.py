@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from normmatters.optim._base import (
@@ -27,6 +27,7 @@ from normmatters.optim._base import (
 )
 from normmatters.optim.angular_sgd import AngularSGD, check_angle, check_turnable, first_norms, loaded_norms
 from normmatters.optim.channels import ChannelRotator
+from normmatters.optim.decay_groups import model_groups
 from normmatters.optim.equilibrium import filter_sums
 
 
@@ -61,6 +62,32 @@ class Angular(OptimizerWrapper):
         groups = [self._with_defaults(i, dict(group)) for i, group in enumerate(optimizer.param_groups)]
         for shared, group in zip(optimizer.param_groups, groups):
             shared.update(group)
+
+    @classmethod
+    def from_model(
+        cls,
+        model: nn.Module,
+        example_input: Any,
+        kind: Callable[..., Optimizer] = AdamW,
+        *,
+        angle: float | None = None,
+        decay_vectors: bool = True,
+        **options: Any,
+    ) -> Self:
+        """The optimizer for a whole model: angular for its scale-invariant weights, found by a test.
+
+        Args:
+            model, example_input: as for :func:`scale_invariant_parameters`, which finds ``dim`` too.
+            kind: class of the optimizer to wrap, which also serves the other parameters.
+            angle: as above.
+            decay_vectors: whether biases and affine parameters decay, as they do in ``kind(model.parameters(), …)``.
+            options: of ``kind``: lr, weight_decay, …
+
+        >>> model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        >>> optimizer = Angular.from_model(model, torch.randn(8, 3), lr=1e-3, weight_decay=0.05)
+        """
+        groups = model_groups(model, example_input, decay_vectors, {}, {"angular": False}, by_dim=True)
+        return cls(kind(groups, **options), angle)
 
     def _with_defaults(self, index: int, group: Group) -> Group:
         """The group with what Angular needs in it; raises if it cannot be turned."""

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Container
-from typing import Any
+from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
@@ -40,6 +40,7 @@ from normmatters.optim._base import (
     whole,
 )
 from normmatters.optim.channels import ChannelRotator, Momentum, channel_norms
+from normmatters.optim.decay_groups import model_groups
 from normmatters.optim.equilibrium import filter_sums
 
 
@@ -101,6 +102,34 @@ class AngularSGD(Optimizer):
         }
         self._rotators: dict[Any, ChannelRotator] = {}  # by group and kind of tensor; no state, never saved
         super().__init__(params, defaults)
+
+    @classmethod
+    def from_model(
+        cls,
+        model: nn.Module,
+        example_input: Any,
+        *,
+        other_lr: float | Tensor | None = None,
+        decay_vectors: bool = True,
+        **options: Any,
+    ) -> Self:
+        """The optimizer for a whole model: angular for its scale-invariant weights, found by a test, else SGD.
+
+        Args:
+            model, example_input: as for :func:`scale_invariant_parameters`, which finds ``dim`` too.
+            other_lr: the learning rate of the other parameters. Needed with ``angle``; None takes ``lr``.
+            decay_vectors: whether biases and affine parameters decay, as they do under SGD.
+            options: lr and weight_decay, or angle, and the others, as above.
+
+        >>> model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        >>> batch = torch.randn(8, 3)
+        >>> optimizer = AngularSGD.from_model(model, batch, lr=0.1, weight_decay=5e-4)
+        >>> optimizer = AngularSGD.from_model(model, batch, angle=0.007, other_lr=0.1)
+        """
+        if options.get("angle") is not None and other_lr is None:
+            raise ValueError("angle is no learning rate: give other_lr for the parameters that are not scale invariant")
+        others = {"angular": False} | ({} if other_lr is None else {"lr": other_lr})
+        return cls(model_groups(model, example_input, decay_vectors, {}, others, by_dim=True), **options)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         check_own_groups(self, state)

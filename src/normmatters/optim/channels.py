@@ -17,7 +17,7 @@ import importlib
 from collections.abc import Iterable, Mapping
 from itertools import chain
 from operator import attrgetter
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -310,11 +310,11 @@ class Channels:
 
 
 # The backend on each kind of device: the module with `RotationPlan`, `RowNormsPlan` and `RowScalesPlan`, each of which
-# works on all its weights in one call. What is not listed, or not laid out in rows, gets the plain PyTorch below.
-BACKENDS: dict[str, str] = {} if TRITON_MISSING else {"cuda": "normmatters.kernels.triton.rows"}
-_ROTATED = (torch.float32,)
-_MEASURED = (torch.float32, torch.float16, torch.bfloat16)
-_LONGEST_ROW = 2**16  # one program works along a whole row; for longer rows PyTorch's many programs are faster
+# works on all its weights in one call, and the dtypes that they take. What is not listed, or not laid out in rows, gets
+# the plain PyTorch below.
+BACKENDS: dict[str, str] = {"cpu": "normmatters.kernels.cpu.optimizer_rows"}
+if not TRITON_MISSING:
+    BACKENDS["cuda"] = "normmatters.kernels.triton.rows"
 _DTYPE, _SHAPE = attrgetter("dtype"), attrgetter("shape")
 
 
@@ -323,16 +323,19 @@ def backend_of(device: torch.device) -> Any:
     return importlib.import_module(BACKENDS[device.type])
 
 
-def _are_rows(weight: Tensor, dim: int | None, dtypes: tuple[torch.dtype, ...], *alike: Tensor) -> bool:
+def _are_rows(weight: Tensor, dim: int | None, work: Literal["ROTATED", "MEASURED"], *alike: Tensor) -> bool:
     """Whether a backend takes the weight: its channels are rows in memory, and ``alike`` are laid out in the same way.
 
     A backend gets addresses alone, so dtype, device and strides must agree.
     """
-    if dim != 0 or weight.device.type not in BACKENDS or weight.dtype not in dtypes or weight.numel() == 0:
+    if dim != 0 or weight.device.type not in BACKENDS or weight.numel() == 0:
         return False
     if hasattr(weight, "full_tensor"):  # a shard (DTensor)
         return False
     if any(x.dtype != weight.dtype or x.device != weight.device for x in alike):
+        return False
+    backend = backend_of(weight.device)
+    if weight.dtype not in getattr(backend, work) or weight.numel() > backend.LONGEST_ROW * weight.shape[0]:
         return False
     if weight.is_contiguous() and all(x.is_contiguous() for x in alike):
         return True
@@ -425,13 +428,14 @@ class ChannelRotator:
         dim: int | None,
         momentum: Momentum | None,
     ) -> None:
-        by_device: dict[torch.device, list[int]] = {}
+        places: dict[tuple[torch.device, torch.dtype], list[int]] = {}
         self.plain = []
         for i, (w, d, g, norm) in enumerate(zip(weights, directions, grads, norms)):
-            taken = norm.dtype == torch.float32 and norm.device == w.device and _are_rows(w, dim, _ROTATED, d, g)
-            (by_device.setdefault(w.device, []) if taken else self.plain).append(i)
+            beside = norm.dtype == compute_dtype(w.dtype) and norm.device == w.device
+            taken = beside and _are_rows(w, dim, "ROTATED", d, g)
+            (places.setdefault((w.device, w.dtype), []) if taken else self.plain).append(i)
         self.launches = []
-        for device, indices in by_device.items():
+        for (device, _), indices in places.items():
             backend = backend_of(device)
             form = backend.GIVEN
             if momentum is not None:
@@ -480,9 +484,8 @@ class _RowWork(abc.ABC):
         for i, (weight, dim) in enumerate(zip(self.channels.weights, self.channels.dims)):
             taken = (
                 weight.device == self.row.device
-                and self.row.dtype == torch.float32
-                and _are_rows(weight, dim, _MEASURED, *alike[i : i + 1])
-                and weight.numel() <= _LONGEST_ROW * weight.shape[0]
+                and self.row.dtype == compute_dtype(weight.dtype)
+                and _are_rows(weight, dim, "MEASURED", *alike[i : i + 1])
             )
             (by_dtype.setdefault(weight.dtype, []) if taken else self.plain).append(i)
         self.launches = [self._launch_of(indices) for indices in by_dtype.values()]

@@ -24,12 +24,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
+from normmatters.kernels.cpu.optimizer_rows import momentum_step_
 from normmatters.optim._base import (
     Group,
     Scalar,
@@ -41,6 +42,7 @@ from normmatters.optim._base import (
     rescale_factor,
     sgd_,
 )
+from normmatters.optim.decay_groups import model_groups
 
 
 def largest_decay(momentum: float, nesterov: bool = False) -> float:
@@ -125,6 +127,27 @@ class WeightDecayFreeSGD(WeightDecayFree):
         }
         super().__init__(params, defaults)
 
+    @classmethod
+    def from_model(
+        cls, model: nn.Module, example_input: Any, lr: float | Tensor, *, decay_vectors: bool = True, **options: Any
+    ) -> Self:
+        """The optimizer for a whole model: weight-decay-free for its scale-invariant weights, found by a test.
+
+        The model takes the same path as under ``torch.optim.SGD(model.parameters(), lr, **options)``.
+
+        Args:
+            model, example_input: as for :func:`scale_invariant_parameters`.
+            lr: as above.
+            decay_vectors: whether biases and affine parameters decay, as they do under that SGD.
+            options: momentum, weight_decay and the others, as above.
+
+        >>> model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        >>> batch = torch.randn(8, 3)
+        >>> optimizer = WeightDecayFreeSGD.from_model(model, batch, lr=0.1, momentum=0.9, weight_decay=5e-4)
+        """
+        groups = model_groups(model, example_input, decay_vectors, {}, {"weight_decay_free": False})
+        return cls(groups, lr, **options)
+
     def _check_group(self, index: int, group: Group, decay: float) -> None:
         momentum = group["momentum"]
         if group["dampening"] != 0:
@@ -177,7 +200,15 @@ class WeightDecayFreeSGD(WeightDecayFree):
                 idle_buffers = [cohort.states[i]["momentum_buffer"] for i in idle]
                 multiply_(idle_buffers, pending * state["alpha"] / next_alpha)
                 add_(idle_buffers, [grads[i] for i in idle], sign * lr * kappa)
-            if not group["nesterov"] and not group["capturable"] and cohort.use_fused(group):
+            if not group["capturable"] and cohort.use_native(group):
+                # The equations below in one pass: Δw and the new V are linear in V and ∇L.
+                remains, buffers = momentum * pending, cohort.momentum_buffers() if momentum != 0 else []
+                of_weight, of_buffer = (0.0, -step_size * remains, -step_size * sign), (0.0, remains, sign)
+                if group["nesterov"]:
+                    of_weight = (0.0, -step_size * remains * momentum, -step_size * sign * (1 + momentum))
+                    of_buffer = (0.0, remains * (1 - lr * weight_decay), sign * (1 + lr * momentum * kappa))
+                momentum_step_(params, grads, buffers, of_weight, of_buffer)
+            elif not group["nesterov"] and not group["capturable"] and cohort.use_fused(group):
                 if momentum != 0 and pending != 1:  # left by captured steps
                     multiply_(cohort.momentum_buffers(), pending)
                 sgd_(group | {"fused": True}, cohort, step_size, 0.0)  # V ← μV + ∇L,  w ← w − η α_t α_{t+1} V

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
@@ -33,6 +33,7 @@ from normmatters.optim._base import (
     rates,
     rescale_factor,
 )
+from normmatters.optim.decay_groups import model_groups
 
 
 class WeightDecayFreeAdamW(WeightDecayFree):
@@ -84,6 +85,24 @@ class WeightDecayFreeAdamW(WeightDecayFree):
             "check_invariance": check_invariance,
         }
         super().__init__(params, defaults)
+
+    @classmethod
+    def from_model(
+        cls,
+        model: nn.Module,
+        example_input: Any,
+        lr: float | Tensor = 1e-3,
+        *,
+        decay_vectors: bool = True,
+        **options: Any,
+    ) -> Self:
+        """The optimizer for a whole model: weight-decay-free for its scale-invariant weights, found by a test.
+
+        The model takes the same path as under ``torch.optim.AdamW(model.parameters(), lr, **options)``. Arguments are
+        those of :meth:`WeightDecayFreeSGD.from_model`, and AdamW's.
+        """
+        groups = model_groups(model, example_input, decay_vectors, {}, {"weight_decay_free": False})
+        return cls(groups, lr, **options)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -131,3 +131,24 @@ def test_a_png_has_the_ticks_of_the_svg_and_its_label_inside(monkeypatch: pytest
     assert labels == ["10", "20", "50"]
     assert all(f">{label}</text>" in svg(chart) for label in labels)
     assert axes.yaxis.label.get_window_extent(canvas.get_renderer()).x0 >= 0
+
+
+def test_the_papers_number_has_a_mark_inside_the_frame() -> None:
+    points = tuple((float(x), y, y, y) for x, y in ((1, 40.0), (2, 20.0)))
+    chart = Chart("t", "error", (Series("a", points, 0, paper=5.0),), log=True)
+    drawn = svg(chart)
+    (mark,) = re.findall(r'd="M([\d.]+) ([\d.]+)l10 -5v10z"', drawn)
+    lowest = max(float(p.split(",")[1]) for p in re.findall(r'<polyline points="([^"]+)"', drawn)[0].split())
+    assert float(mark[1]) > lowest  # less error is further down
+    assert "a in the paper: 5" in drawn
+    assert png(chart).startswith(b"\x89PNG")
+
+
+def test_nothing_is_blank_below_the_legend() -> None:
+    points = tuple((float(x), y, y, y) for x, y in ((1, 40.0), (2, 20.0)))
+    for count in (1, 6):
+        series = tuple(Series(f"run {i}", points, i) for i in range(count))
+        drawn = svg(Chart("t", "error", series), standalone=True)
+        (height,) = re.findall(r'viewBox="0 -22 \d+ (\d+)"', drawn)
+        last = max(int(y) for y in re.findall(r'<text x="\d+" y="(\d+)">run', drawn))
+        assert 0 < int(height) - 22 - last < 12

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
+from urllib.parse import unquote
 from xml.etree import ElementTree
 
 import pytest
@@ -126,6 +127,23 @@ def test_the_page_stands_alone_and_says_the_numbers(tmp_path: Path) -> None:
     for path in report.figures:
         assert path.stat().st_size > 1000
         assert f"figures/{path.with_suffix('.svg').name}" in text
+
+
+def test_the_page_shows_figures_first_and_folds_the_rest(tmp_path: Path) -> None:
+    for seed in range(3):
+        write_run(tmp_path / "runs", "fig2/resnet50_l2", seed=seed, final=0.9)
+        write_run(tmp_path / "runs", "fig2/resnet50_l1", seed=seed, final=0.9)
+        write_run(tmp_path / "runs", "fig1/wd_on", seed=seed, final=0.9)
+    page = write_report([tmp_path / "runs"], tmp_path / "out", images=False).html.read_text()
+    assert page.index('<svg class="chart"') < page.index("<details") < page.index("<table")
+    assert page.count("Small networks on embedded data") == 1  # once for the page
+    assert "ResNet-50: L1 equals L2 (here: ResNet-8 on scikit-learn digits (8×8 grey images))" in page
+    assert "WD on in the paper: 9.5" in page  # 90.5 % accuracy, as an error
+    (name, data) = re.findall(r'download="([^"]+)" href="data:text/csv;charset=utf-8,([^"]+)"', page)[0]
+    rows = unquote(data).splitlines()
+    assert name == "fig1-0.csv"
+    assert rows[0] == "epoch,WD on (mean),WD on (lowest),WD on (highest)"
+    assert rows[-1] == "6,10,10,10"
 
 
 def test_runs_of_your_own_get_a_section(tmp_path: Path) -> None:

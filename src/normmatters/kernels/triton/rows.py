@@ -39,6 +39,8 @@ _MAX_TABLES = 256
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 # What the direction of a rotation is: given, a momentum buffer that first takes in the gradient, or Nesterov's form.
 GIVEN, MOMENTUM, NESTEROV = 0, 1, 2
+# What plans take. One program works along a whole row; for longer rows PyTorch's many programs are faster.
+ROTATED, MEASURED, LONGEST_ROW = (torch.float32,), tuple(TYPES), 2**16
 
 
 @triton.jit

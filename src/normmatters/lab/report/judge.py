@@ -11,7 +11,7 @@ from typing import Literal
 
 from normmatters.lab.claims import CLAIMS, Claim, Rule
 from normmatters.lab.experiments import PRESETS, load_cell
-from normmatters.lab.report.collect import METRICS, Collection, Result, Run, describe
+from normmatters.lab.report.collect import METRICS, Collection, Result, Run, describe, differences
 from normmatters.lab.report.intervals import SEEDS_NEEDED, Interval, difference, mean_interval
 
 __all__ = ["BEYOND_DOUBT", "MARKS", "Kind", "Verdict", "compare", "compare_ratio", "judge", "judge_all", "not_run"]
@@ -28,13 +28,20 @@ _LAST_BIT = 1e-9  # a difference that is the margin itself in print must not fai
 class Verdict:
     """``open``: not finished, or closer than the runs can tell; ``measured`` says which, with the numbers.
 
-    ``deviations`` names what these runs have that their cells no longer have.
+    ``deviations`` names what these runs have that their cells no longer have, ``stand_in`` the network and the data
+    that stood in for those of the claim.
     """
 
     claim: Claim
     verdict: Kind
     measured: str
     deviations: str = ""
+    stand_in: str = ""
+
+    @property
+    def text(self) -> str:
+        """The claim, with what stood in for its network."""
+        return f"{self.claim.text} (here: {self.stand_in})" if self.stand_in else self.claim.text
 
     @property
     def caveats(self) -> str:
@@ -96,7 +103,7 @@ def judge(claim: Claim, collection: Collection) -> Verdict:
         each = ", ".join(f"{label} on {how}" for label, how in lengths.items())
         return Verdict(claim, "open", f"not trained alike: {each}")
     verdict, measured = _RULES[claim.rule](claim, *results)
-    return Verdict(claim, verdict, _MINUS.sub("−", measured), _deviations(results))
+    return Verdict(claim, verdict, _MINUS.sub("−", measured), _deviations(results), _stand_in(claim, results))
 
 
 def _trained(result: Result) -> str:
@@ -109,6 +116,14 @@ def _deviations(results: Sequence[Result]) -> str:
     """What these runs have that their cell no longer has: runs from before a comparison was put right."""
     found = {f"{r.cell.label}: {text}": None for r in results for text in r.deviations}
     return "; ".join(found)
+
+
+def _stand_in(claim: Claim, results: Sequence[Result]) -> str:
+    """Network and data, where the claim names a network and these are runs of another; else empty."""
+    if "ResNet" not in claim.text or not any(what == "network" for what, _, _ in differences(results)):
+        return ""
+    words = [describe(result.config) for result in results]
+    return ", ".join(dict.fromkeys(f"{w['network']} on {w['data']}" for w in words))
 
 
 def _compare(claim: Claim, a: Result, b: Result) -> Outcome:

@@ -24,7 +24,7 @@ def markdown(collection: Collection, verdicts: Sequence[Verdict], not_run: str =
     ]
     if verdicts:
         lines += ["| | Claim | Measured | Rule |", "|---|---|---|---|"]
-        lines += [row(v.mark, f"{v.claim.text} ({v.claim.check})", v.measured, v.claim.rule_text) for v in verdicts]
+        lines += [row(v.mark, f"{v.text} ({v.claim.check})", v.measured, v.claim.rule_text) for v in verdicts]
     lines += ["", not_run] if not_run else []
     for e in experiments_of(collection):
         results = collection.of(e.name)

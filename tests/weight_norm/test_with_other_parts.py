@@ -69,7 +69,7 @@ def test_ddp_broadcasts_rho_and_averages_gradients(tmp_path):
 
 @pytest.mark.parametrize(
     "name",
-    ["constants", "functional.weight", "weight_norm.register", "weight_norm.apply", "weight_norm.move_rho"],
+    ["functional.weight", "weight_norm.register", "weight_norm.move_rho"],
 )
 def test_examples_of_the_docstrings(name):
     module = importlib.import_module(f"normmatters.{name}")

@@ -4,12 +4,20 @@ import math
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils import parametrize, prune
 
 from normmatters.functional.weight import slice_norm
-from normmatters.weight_norm import BoundedWeight, ClassicWeight, apply_weight_norm, initial_rho, remove_weight_norm
+from normmatters.weight_norm import (
+    BoundedWeight,
+    ClassicWeight,
+    apply_weight_norm,
+    bounded_weight_norm,
+    classic_weight_norm,
+    initial_rho,
+    remove_weight_norm,
+)
 
 
 def test_every_kind_of_layer_and_its_output_dimension():
@@ -170,7 +178,18 @@ def test_weights_in_which_nothing_can_be_computed_are_left():
     report = apply_weight_norm(model)
     assert report.applied == ["0.weight"]
     assert "float8_e4m3fn" in report.skipped["1.weight"]
-    assert "Sparse" in report.skipped["2.weight"]
+    assert "layout torch.sparse_coo" in report.skipped["2.weight"]
+
+
+@pytest.mark.parametrize("make", [Tensor.to_sparse, Tensor.to_sparse_csr], ids=["coo", "csr"])
+def test_a_sparse_weight_is_refused_with_a_sentence(make):
+    layer = nn.Linear(4, 4)
+    layer.weight = nn.Parameter(make(layer.weight.detach()))
+    for add in (bounded_weight_norm, classic_weight_norm):
+        with pytest.raises(TypeError, match="dense"):
+            add(layer)
+    assert type(layer) is nn.Linear
+    assert apply_weight_norm(layer).applied == []
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """bounded_weight_norm, classic_weight_norm and remove_weight_norm on single layers of every kind."""
 
+import copy
 import math
+import pickle
 
 import pytest
 import torch
@@ -8,7 +10,13 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
 from normmatters.functional.weight import bounded_weight, slice_norm
-from normmatters.weight_norm import bounded_weight_norm, classic_weight_norm, remove_weight_norm
+from normmatters.weight_norm import (
+    BoundedWeight,
+    apply_weight_norm,
+    bounded_weight_norm,
+    classic_weight_norm,
+    remove_weight_norm,
+)
 
 INF = math.inf
 NORMS = [(1, None), (2, None), (3.0, None), (INF, None), (INF, 4)]
@@ -138,8 +146,35 @@ def test_remove_leaves_a_plain_weight_with_the_same_outputs(add):
     assert type(layer) is nn.Linear
     assert type(layer.weight) is nn.Parameter
     assert layer.weight.requires_grad
-    assert list(layer.state_dict()) in (["weight", "bias"], ["bias", "weight"])
+    assert list(layer.state_dict()) == ["weight", "bias"]
     torch.testing.assert_close(layer(x), expected)
+
+
+def every_layer() -> nn.Module:
+    return nn.ModuleList([nn.Linear(3, 4), nn.LSTM(3, 4, 2), nn.MultiheadAttention(4, 2), nn.Bilinear(2, 3, 4)])
+
+
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("kind", ["bounded", "classic"])
+def test_remove_keeps_the_order_of_parameters(kind, copied):
+    """So that an optimizer state that was saved by index fits, also when the model was pickled in between."""
+    plain = every_layer()
+    model = copy.deepcopy(plain)
+    apply_weight_norm(model, kind=kind)
+    model = remove_weight_norm(pickle.loads(pickle.dumps(model)) if copied else model)
+    expected = [(name, p.shape) for name, p in plain.named_parameters()]
+    assert [(name, p.shape) for name, p in model.named_parameters()] == expected
+
+
+def test_weights_normalized_one_after_the_other_return_to_their_order():
+    lstm = nn.LSTM(3, 4)
+    names = [name for name, _ in lstm.named_parameters()]
+    for name in ("weight_hh_l0", "bias_ih_l0", "weight_ih_l0"):
+        bounded_weight_norm(lstm, name)
+    assert [name for name, _ in remove_weight_norm(lstm).named_parameters()] == names
+    layer = nn.Linear(3, 4)
+    parametrize.register_parametrization(layer, "weight", BoundedWeight(torch.ones(4, 3)))
+    assert sorted(dict(remove_weight_norm(layer).named_parameters())) == ["bias", "weight"]  # no place is known
 
 
 @pytest.mark.parametrize("make", [lambda: nn.Linear(3, 4), lambda: nn.LSTM(3, 4)], ids=["linear", "lstm"])

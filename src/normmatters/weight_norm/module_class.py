@@ -1,8 +1,8 @@
 """What ``torch.nn.utils.parametrize`` leaves undone in the class that it makes for a parametrized module.
 
 Torch gives such a module a class of its own, ``ParametrizedLinear``, with a property for each parametrized weight. That
-class cannot be pickled; copies share it, so that removing a parametrization from a copy breaks the original; it cannot
-read a plain checkpoint; and an LSTM keeps computed weights in a list, which then cannot be copied either.
+class cannot be pickled. Copies share it, so that removing a parametrization from a copy breaks the original. It cannot
+read a plain checkpoint. And an LSTM stores computed weights in a list, which then cannot be copied either.
 ``complete_class`` adds the missing methods to the class. They vanish with it when the parametrization is removed.
 """
 
@@ -14,43 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from normmatters.weight_norm.parametrizations import BoundedWeight, ClassicWeight
+from normmatters.weight_norm.parametrizations import BoundedWeight, ClassicWeight, weight_norm_of
 
-__all__ = ["WEIGHT_LAYERS", "complete_class", "own_parametrization", "v_and_rho"]
+__all__ = ["complete_class"]
 
-_ONCE = "_weights_of_this_pass"  # in the dictionary of a recurrent module
-
-_NORMS = (BoundedWeight, ClassicWeight)
-
-#: Layers whose output is linear in their weight, and a channel of it in one slice.
-WEIGHT_LAYERS = (
-    nn.Linear,
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-)
-
-
-def own_parametrization(module: nn.Module, name: str) -> BoundedWeight | ClassicWeight | None:
-    """The weight norm of this library on ``module.<name>``, if that is the only parametrization there."""
-    if not parametrize.is_parametrized(module, name):
-        return None
-    stack = list(_parametrizations(module)[name].children())
-    return stack[0] if len(stack) == 1 and isinstance(stack[0], _NORMS) else None
-
-
-def v_and_rho(norm: BoundedWeight | ClassicWeight, stack: nn.Module) -> tuple[Tensor | None, Tensor | None]:
-    """What ``norm``, alone in a ``ParametrizationList``, computes its weight from; ρ may be classic weight norm's g.
-
-    None for a parameter that is put away: DataParallel, flat FSDP and pruning have it elsewhere.
-    """
-    # Straight from the dictionaries: attributes of modules take longer than all the rest.
-    if isinstance(norm, BoundedWeight):
-        return stack._parameters.get("original"), norm._buffers["rho"]
-    return stack._parameters.get("original1"), stack._parameters.get("original0")
+_WEIGHTS_OF_THIS_PASS = "_weights_of_this_pass"  # in the dictionary of a recurrent module
 
 
 def complete_class(module: nn.Module) -> None:
@@ -69,15 +37,15 @@ def complete_class(module: nn.Module) -> None:
             "__delattr__": _rnn_delattr,
         }
     for name in _parametrizations(module):
-        methods[name] = _ready_first(name, getattr(cls, name))
+        methods[name] = _precomputed_first(name, getattr(cls, name))
     for name, method in methods.items():
         setattr(cls, name, method)
 
 
-def _ready_first(name: str, computed: property) -> property:
-    """Torch's property for a parametrized weight, and before it the weight that ``fuse`` has computed already.
+def _precomputed_first(name: str, computed: property) -> property:
+    """Torch's property for a parametrized weight, preceded by the weight that ``fuse`` has computed already.
 
-    Torch's takes the time of two module calls, which is long for handing out what is there.
+    Torch's takes as long as two module calls, which is long for returning what is there.
     """
     compute = computed.fget
     assert compute is not None
@@ -85,16 +53,14 @@ def _ready_first(name: str, computed: property) -> property:
         return computed  # from a call for another weight of the same module
 
     def weight(self: nn.Module) -> Tensor:
-        home = self._modules["parametrizations"]  # as in `v_and_rho`
-        assert home is not None
-        stack = home._modules[name]
+        stack = self._modules["parametrizations"]._modules[name]  # type: ignore[union-attr] # as in `v_and_rho`
         assert stack is not None
         norm = stack._modules["0"]
-        if isinstance(norm, _NORMS) and len(stack._modules) == 1:
-            v, rho = v_and_rho(norm, stack)
-            ready = None if v is None or rho is None else norm.ready.weight_for(v, rho)
-            if ready is not None:
-                return ready
+        if isinstance(norm, BoundedWeight | ClassicWeight) and len(stack._modules) == 1:
+            v, rho = norm.v_and_rho(stack)
+            weight = None if v is None or rho is None else norm.precomputed.weight_for(v, rho)
+            if weight is not None:
+                return weight
         return compute(self)  # type: ignore[no-any-return]
 
     return property(weight, computed.fset)
@@ -162,7 +128,7 @@ def _load_from_state_dict(
 ) -> None:
     for name in _parametrizations(self):
         plain, target = prefix + name, f"{prefix}parametrizations.{name}."
-        parametrization = own_parametrization(self, name)
+        parametrization = weight_norm_of(self, name)
         if parametrization is None or plain not in state_dict or any(key.startswith(target) for key in state_dict):
             continue
         weight = state_dict[plain]
@@ -186,12 +152,12 @@ def _load_from_state_dict(
 
 def _flat_weights(self: nn.RNNBase) -> list[Tensor | None]:
     """The list that the recurrent kernels read, computed when they read it; in one forward pass, once."""
-    once: list[Tensor | None] | None = self.__dict__.get(_ONCE)
-    return [getattr(self, name, None) for name in self._flat_weights_names] if once is None else once
+    computed: list[Tensor | None] | None = self.__dict__.get(_WEIGHTS_OF_THIS_PASS)
+    return [getattr(self, name, None) for name in self._flat_weights_names] if computed is None else computed
 
 
 def _ignore(self: nn.RNNBase, *_: Any) -> None:
-    """Nothing to keep up to date: there is no list."""
+    """Does nothing: there is no list to update."""
 
 
 def _rnn_delattr(self: nn.RNNBase, name: str) -> None:
@@ -205,10 +171,10 @@ def _rnn_forward(self: nn.RNNBase, *args: Any, **kwargs: Any) -> Any:
     # The list is read several times in one forward: compute each weight once, here and not in torch's cache, which all
     # threads share. Computed weights are no part of one flat buffer, of which cuDNN warns at every call; it compacts
     # them itself.
-    self.__dict__[_ONCE] = self._flat_weights
+    self.__dict__[_WEIGHTS_OF_THIS_PASS] = self._flat_weights
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous chunk")
             return _class_before(self).forward(self, *args, **kwargs)
     finally:
-        self.__dict__.pop(_ONCE, None)
+        self.__dict__.pop(_WEIGHTS_OF_THIS_PASS, None)
