@@ -136,18 +136,26 @@ def test_debug_shows_the_traceback(run: Run) -> None:
         run("report", "nowhere", "--debug")
 
 
-def test_a_terminal_without_unicode_stops_nothing_and_loses_no_sign(tmp_path: Path) -> None:
-    for cell, final in (("wd_on", 0.88), ("wd_off", 0.98), ("corrected", 0.9802)):
-        write_run(tmp_path / "runs", f"fig1/{cell}", final=final)
+@pytest.mark.parametrize(
+    ("with_decay", "mark", "difference"),
+    [(0.88, "x ", "88.00 - 98.00 = -10.00"), (0.99, "+ ", "99.00 - 98.00 = +1.00")],
+)
+def test_a_terminal_without_unicode_stops_nothing_and_loses_no_sign(
+    with_decay: float, mark: str, difference: str, tmp_path: Path
+) -> None:
+    for cell, final in (("wd_on", with_decay), ("wd_off", 0.98)):
+        for seed in range(3):
+            write_run(tmp_path / "runs", f"fig1/{cell}", final=final + seed * 1e-5, seed=seed)
+    write_run(tmp_path / "runs", "fig1/corrected", final=with_decay)
     command = [sys.executable, "-m", "normmatters", "report", str(tmp_path / "runs"), "--out", str(tmp_path / "page")]
     env = {**ENV, "PYTHONIOENCODING": "ascii"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    worse = next(line for line in lines if "Weight decay improves" in line)
-    assert worse.startswith("x ")
-    assert "88.00 - 98.00 = -10.00" in worse
-    assert next(line for line in lines if "follows" in line).startswith("+ ")
+    decay = next(line for line in lines if "Weight decay improves" in line)
+    assert decay.startswith(mark)
+    assert difference in decay
+    assert next(line for line in lines if "follows" in line).startswith("- ")
 
 
 def test_without_the_extra_one_line_says_what_to_install(tmp_path: Path) -> None:
