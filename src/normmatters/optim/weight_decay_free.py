@@ -192,6 +192,7 @@ class WeightDecayFreeSGD(WeightDecayFree):
             params, grads, (state, *_) = cohort
             momentum, sign = group["momentum"], -1.0 if group["maximize"] else 1.0
             kappa, pending = state["kappa"], state["pending"]
+            buffers = cohort.momentum_buffers() if momentum != 0 else []
             step_size = lr * state["alpha"] * next_alpha
             if momentum == 0 and (idle := [i for i, one in enumerate(cohort.states) if "momentum_buffer" in one]):
                 # V ← sV + ηκ∇L, of a buffer from the time when there was momentum
@@ -200,26 +201,24 @@ class WeightDecayFreeSGD(WeightDecayFree):
                 add_(idle_buffers, [grads[i] for i in idle], sign * lr * kappa)
             if not group["capturable"] and cohort.use_native(group):
                 # The equations below in one pass: Δw and the new V are linear in V and ∇L.
-                remains, buffers = momentum * pending, cohort.momentum_buffers() if momentum != 0 else []
+                remains = momentum * pending
                 of_weight, of_buffer = (0.0, -step_size * remains, -step_size * sign), (0.0, remains, sign)
                 if group["nesterov"]:
                     of_weight = (0.0, -step_size * remains * momentum, -step_size * sign * (1 + momentum))
                     of_buffer = (0.0, remains * (1 - lr * weight_decay), sign * (1 + lr * momentum * kappa))
                 momentum_step_(params, grads, buffers, of_weight, of_buffer)
             elif not group["nesterov"] and not group["capturable"] and cohort.use_fused(group):
-                if momentum != 0 and pending != 1:  # left by captured steps
-                    multiply_(cohort.momentum_buffers(), pending)
+                if buffers and pending != 1:  # left by captured steps
+                    multiply_(buffers, pending)
                 sgd_(group | {"fused": True}, cohort, step_size, 0.0)  # V ← μV + ∇L,  w ← w − η α_t α_{t+1} V
             elif momentum == 0:
                 add_(params, grads, -sign * step_size)  # w ← w − η α_t α_{t+1} ∇L
             elif group["nesterov"]:
-                buffers = cohort.momentum_buffers()  # w ← w − η α_t α_{t+1} ((1+μ)∇L + μ²V),
-                add_(params, grads, -sign * (1 + momentum) * step_size)
+                add_(params, grads, -sign * (1 + momentum) * step_size)  # w ← w − η α_t α_{t+1} ((1+μ)∇L + μ²V)
                 add_(params, buffers, -(momentum**2) * pending * step_size)
                 multiply_(buffers, momentum * pending * (1 - lr * weight_decay))  # V ← (1−ηλ)μV + (1+ημκ)∇L
                 add_(buffers, grads, sign * (1 + lr * momentum * kappa))
             else:
-                buffers = cohort.momentum_buffers()
                 multiply_(buffers, momentum * pending)  # V ← μV + ∇L
                 add_(buffers, grads, sign)
                 add_(params, buffers, -step_size)  # w ← w − η α_t α_{t+1} V
@@ -231,8 +230,8 @@ class WeightDecayFreeSGD(WeightDecayFree):
                 pending = 1 / factor
             elif factor != 1:
                 multiply_(params, factor)
-                if buffers := [one["momentum_buffer"] for one in cohort.states if "momentum_buffer" in one]:
-                    multiply_(buffers, 1 / factor)
+                if present := [one["momentum_buffer"] for one in cohort.states if "momentum_buffer" in one]:
+                    multiply_(present, 1 / factor)
             self._store(group, cohort, (next_alpha * factor, next_kappa, pending))
         for group, members in ordinary:
             sgd_(group, members)
