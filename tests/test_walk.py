@@ -50,3 +50,13 @@ def test_weight_decay_free_sgd_steps_within_three_files() -> None:
     assert any(file.endswith("weight_decay_free.py") for file in files)
     assert len(set(files)) <= 3
     assert changes(files) <= 8
+
+
+def test_a_batch_norm_on_a_cpu_passes_through_seven_files() -> None:
+    norm = normmatters.L1BatchNorm2d(4, act="relu")
+    x = torch.randn(8, 4, 5, 5, requires_grad=True)
+    norm(x)  # the first call also computes constants
+    files = walk(lambda: norm(x))
+    assert any(file.endswith("hand_derived.py") for file in files)
+    assert len(set(files)) <= 7, files
+    assert changes(files) <= 12, files

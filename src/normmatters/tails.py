@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normmatters.functional.statistic import compute_dtype, scale_constant, squared_scale
+from normmatters.functional.statistic import statistic
+from normmatters.norm import Norm, compute_dtype
 from normmatters.probe import call, cuda_devices
 from normmatters.surgery.swap import is_channels_first
 
@@ -42,8 +43,8 @@ def tails(x: Tensor, dims: list[int]) -> Tensor:
     """
     x = x.detach().to(compute_dtype(x.dtype))
     centered = x - x.mean(dims, keepdim=True)
-    variance = squared_scale(centered, dims, "l2", 2, None, 1.0)
-    return (variance / squared_scale(centered, dims, "l1", 1, None, scale_constant(1, 2))).sqrt().flatten()
+    l1 = Norm(1)
+    return (statistic(centered, dims, Norm(2)) / (l1.scale_constant(2) * statistic(centered, dims, l1))).flatten()
 
 
 @torch.no_grad()

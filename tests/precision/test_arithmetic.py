@@ -81,7 +81,7 @@ def test_one_context_serves_every_step():
     def depth(n):
         return n and precision.active() is setting and depth(n - 1)
 
-    assert (depth(3), precision.active(), emulation.open_contexts()) == (0, None, 0)
+    assert (depth(3), precision.active(), emulation.open_contexts) == (0, None, 0)
 
 
 def test_context_belongs_to_its_thread():
@@ -98,7 +98,7 @@ def test_a_context_left_by_another_task_is_no_longer_open():
     contextvars.copy_context().run(context.__enter__)
     with pytest.raises(ValueError, match="by the thread or task that entered it"):
         context.__exit__(None, None, None)
-    assert emulation.open_contexts() == 0  # compiled models stay whole
+    assert emulation.open_contexts == 0  # compiled models stay whole
 
 
 @pytest.mark.parametrize(

@@ -8,55 +8,33 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from normmatters.functional.statistic import Kind
-from normmatters.norm import Norm
-
-_PARAMETERS = ("running_mean", "running_var", "weight", "bias")
-
-
-def check_act(act: str | None) -> None:
-    """Raise unless ``act`` is None or ``"relu"``."""
-    if act is not None and act != "relu":
-        raise ValueError(f"act must be None or 'relu', got {act!r}")
-
-
-def check_memory(memory: str) -> None:
-    """Raise unless ``memory`` is ``"exact"`` or ``"lean"``."""
-    if memory not in ("exact", "lean"):
-        raise ValueError(f"memory must be 'exact' or 'lean', got {memory!r}")
-
-
-def check_eps(eps: float) -> None:
-    """Raise unless ``eps`` is a number that can be added to a squared scale: NaN, too, would make every output NaN."""
-    if not 0 <= eps < math.inf:
-        raise ValueError(f"eps must not be negative, infinite or NaN, got {eps}")
+from normmatters.norm import Norm, RunningStats, check_act
 
 
 def check_batch_norm(
     input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
+    norm: Norm,
     weight: Tensor | None,
     bias: Tensor | None,
+    running: RunningStats,
     training: bool,
-    eps: float,
     *,
-    kind: Kind,
-    k: int | None = None,
-    act: str | None = None,
     residual: Tensor | None = None,
+    act: str | None = None,
 ) -> None:
     """Raise a ``ValueError`` or ``TypeError`` for anything that batch norm over dimension 1 cannot take.
 
-    An empty batch passes, as in PyTorch. ``kind`` is :func:`~normmatters.functional.statistic.statistic_kind`'s.
+    An empty batch passes, as in PyTorch.
     """
-    check_act(act)
+    if act is not None and act != "relu":
+        check_act(act)
     _check_floating("input", input)
     if input.dim() < 2:
         raise ValueError(f"input must have a batch and a channel dimension, (N, C, ...), got shape {_shape(input)}")
-    check_eps(eps)
     channels, device = input.shape[1], input.device
-    for name, parameter in zip(_PARAMETERS, (running_mean, running_var, weight, bias)):
+    for name, parameter in (
+        ("running_mean", running.mean), ("running_var", running.var), ("weight", weight), ("bias", bias)
+    ):  # fmt: skip
         if parameter is None:
             continue
         if parameter.dim() != 1 or parameter.shape[0] != channels:
@@ -66,12 +44,12 @@ def check_batch_norm(
             )
         if parameter.device != device:
             raise ValueError(_elsewhere(name, parameter, device))
-    if kind == "mean" and weight is not None:
+    if norm.kind == "mean" and weight is not None:
         raise ValueError("mean-only batch norm (p='mean') has no scale: weight must be None")
     if residual is not None:
         check_residual(residual, input)
     if not training:
-        if running_mean is None or (running_var is None and kind != "mean"):
+        if running.mean is None or (running.var is None and norm.kind != "mean"):
             raise ValueError("running_mean and running_var are needed when not training, got None")
         return
     if input.numel() == 0:
@@ -79,9 +57,9 @@ def check_batch_norm(
     n = input.numel() // channels
     if n == 1:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {_shape(input)}")
-    if k is not None and k > n:
+    if norm.k is not None and norm.k > n:
         raise ValueError(
-            f"Top(k) needs k <= the {n} values per channel of an input of shape {_shape(input)}, got k={k}"
+            f"Top(k) needs k <= the {n} values per channel of an input of shape {_shape(input)}, got k={norm.k}"
         )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from normmatters.functional.checks import check_layer_norm
-from normmatters.functional.statistic import squared_scale
+from normmatters.functional.statistic import scale_and_divisor
 from normmatters.norm import Norm, compute_dtype
 
 
@@ -101,7 +101,7 @@ def layer_norm(
     dims = list(range(x.dim() - len(normalized_shape), x.dim()))
     if x.numel() > 0:
         y = x - x.mean(dims, keepdim=True) if centered else x
-        x = y / (squared_scale(y, dims, norm.kind, norm.p, norm.k, C) + norm.epsilon(input.dtype)).sqrt()
+        x = y / scale_and_divisor(y, dims, norm, C, norm.epsilon(input.dtype))[1]
     if weight is not None:
         x = x * weight
     if bias is not None:

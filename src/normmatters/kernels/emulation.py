@@ -47,9 +47,10 @@ class EmulatedArithmetic(Protocol):
 
 # Those entered in this thread or task and not left yet. The last one is active.
 _entered: ContextVar[tuple[EmulatedArithmetic, ...]] = ContextVar("normmatters_arithmetic", default=())
-# torch.compile cannot trace a ContextVar but guards on a global: 0 here keeps an ordinary compiled model in one graph,
-# and entering an arithmetic anywhere makes the compiler look again.
-_open_contexts = 0
+#: How many are entered and not left, in all threads and tasks. Callers ask for it first: if it is 0, none is active.
+#: torch.compile cannot trace a ContextVar but guards on a global: 0 here keeps an ordinary compiled model in one graph,
+#: and entering an arithmetic anywhere makes the compiler look again.
+open_contexts = 0
 _lock = threading.Lock()
 
 
@@ -59,28 +60,23 @@ def active() -> EmulatedArithmetic | None:
     >>> active() is None
     True
     """
-    entered = _entered.get() if _open_contexts else ()
+    entered = _entered.get() if open_contexts else ()
     return entered[-1] if entered else None
-
-
-def open_contexts() -> int:
-    """How many are entered and not left in all threads and tasks."""
-    return _open_contexts
 
 
 def enter(arithmetic: EmulatedArithmetic) -> None:
     """Make ``arithmetic`` the active one of this thread or task, until :func:`leave`."""
-    global _open_contexts
+    global open_contexts
     with _lock:
-        _open_contexts += 1
+        open_contexts += 1
     _entered.set((*_entered.get(), arithmetic))
 
 
 def leave(arithmetic: EmulatedArithmetic) -> None:
     """Return to the arithmetic before; a ``ValueError`` if ``arithmetic`` is not the active one here."""
-    global _open_contexts
+    global open_contexts
     with _lock:
-        _open_contexts -= 1
+        open_contexts -= 1
     entered = _entered.get()
     if entered[-1:] != (arithmetic,):
         raise ValueError("an arithmetic must be left by the thread or task that entered it, the last one entered first")

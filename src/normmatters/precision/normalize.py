@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo  # unlike torch.compiler.disable, it imports the compiler only when called
 
-from normmatters.functional.batch_norm import lp_batch_norm, update_running_statistics
+from normmatters.functional.batch_norm import batch_norm as plain_batch_norm
 from normmatters.functional.checks import check_batch_norm, check_layer_norm
 from normmatters.kernels.double_backward import once_differentiable
 from normmatters.kernels.triton.layout import memory_format
@@ -62,21 +62,16 @@ class Arithmetic:
     ) -> Tensor:
         """Batch norm in this arithmetic. input and residual: (N, C, ...); the other tensors: (C,)."""
         _check_supported(norm)
-        mean, var, _, momentum = running
-        statistics = (mean, var, weight, bias, training)
-        check_batch_norm(
-            input, *statistics, norm.epsilon(input.dtype), kind=norm.kind, k=norm.k, act=act, residual=residual
-        )
+        check_batch_norm(input, norm, weight, bias, running, training, residual=residual, act=act)
         if input.numel() == 0:  # nothing to round
-            options: Any = {"p": norm.p, "k": norm.k, "act": act, "residual": residual}
-            return lp_batch_norm(input, *statistics, momentum, norm.epsilon(input.dtype), **options)
+            return plain_batch_norm(input, norm, weight, bias, running, training, residual=residual, act=act)
         n = input.numel() // input.shape[1]
         C = norm.scale_constant(n) if training else 1.0  # for fixed statistics n may be less than k
         rule = Rule(self, norm, C, norm.epsilon(input.dtype), relu=act == "relu")
         fixed = None
         if not training:
-            assert mean is not None  # checked above
-            fixed = _running_scale(mean, var, rule)
+            assert running.mean is not None  # checked above
+            fixed = _running_scale(running.mean, running.var, rule)
 
         def rows(x: Tensor | None) -> Tensor | None:  # (N, C, ...) -> (C, n)
             return None if x is None else x.transpose(0, 1).reshape(x.shape[1], -1)
@@ -85,12 +80,10 @@ class Arithmetic:
             return None if x is None else x[:, None]
 
         y: Tensor
-        y, mean_of_batch, scale = Normalize.apply(
-            rows(input), column(weight), column(bias), rows(residual), fixed, rule
-        )
+        y, mean, scale = Normalize.apply(rows(input), column(weight), column(bias), rows(residual), fixed, rule)
         if training:
             squared = None if norm.kind == "mean" else scale.flatten().square()
-            update_running_statistics(mean, var, mean_of_batch.flatten(), squared, n, momentum, kind=norm.kind)
+            running.update(norm, mean.flatten(), squared, n)
         shape = input.shape
         y = y.reshape(shape[1], shape[0], *shape[2:]).transpose(0, 1)
         return y.contiguous(memory_format=memory_format(input))

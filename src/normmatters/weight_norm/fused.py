@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from normmatters.functional.hand_derived import plain_only
-from normmatters.kernels.backends import TRITON_MISSING
+from normmatters.kernels.backends import TRITON_MISSING, plain_only
 from normmatters.kernels.operators import needs_operators
 from normmatters.weight_norm.parametrizations import BoundedWeight, ClassicWeight, weight_norm_of
 

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from normmatters.functional import hand_derived, lp_batch_norm, pieces
+from normmatters.functional import lp_batch_norm
+from normmatters.kernels import hand_derived
 from normmatters.nn import LpBatchNorm1d
-from support import oracle, tolerances
+from support import called, oracle, tolerances
 
 SHAPES = [(7, 3), (4, 3, 5), (3, 2, 4, 5), (2, 3, 2, 3, 2)]
 
@@ -45,7 +46,7 @@ def differentiated(function, x: Tensor, p, k, act, residual, weight, bias, g, co
 
 
 @pytest.mark.usefixtures("poisoned_empty")
-@pytest.mark.parametrize("chunk", [1 << 18, 40, 5])  # in one piece, a few samples at a time, and one
+@pytest.mark.parametrize("chunk", [1 << 18, 40, 5])  # in one chunk, a few samples at a time, and one
 @pytest.mark.parametrize("act", [None, "relu"])
 @pytest.mark.parametrize("with_residual", [False, True])
 @pytest.mark.parametrize(
@@ -61,13 +62,13 @@ def test_agrees_with_autograd(
     chunk: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(pieces, "CHUNK", chunk)
+    monkeypatch.setattr(hand_derived, "CHUNK", chunk)
     for shape in SHAPES:
         x = torch.randn(shape, dtype=torch.float64) + 0.3
         residual = torch.randn_like(x) if with_residual else None
         weight, bias = torch.randn(2, shape[1], dtype=torch.float64).unbind()
         g = torch.randn_like(x)
-        ours = differentiated(hand_derived.batch_norm, x, p, k, act, residual, weight, bias, g, constant)
+        ours = differentiated(called.hand_derived, x, p, k, act, residual, weight, bias, g, constant)
         plain = differentiated(lp_batch_norm, x, p, k, act, residual, weight, bias, g, constant)
         for a, b in zip(ours, plain):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
@@ -98,7 +99,7 @@ def test_any_shape_dtype_and_layout(
     weight, bias = torch.rand(2, channels).unbind()
     bias = bias + 10.0 if act else bias  # open everywhere: whether a ReLU is open may hang on a rounding
     g = torch.randn(x.shape).to(dtype)
-    y, _, _, dx, dw, db = differentiated(hand_derived.batch_norm, x, p, k, act, None, weight, bias, g)
+    y, _, _, dx, dw, db = differentiated(called.hand_derived, x, p, k, act, None, weight, bias, g)
     wide = differentiated(lp_batch_norm, x.double(), p, k, act, None, weight.double(), bias.double(), g.double())
     assert y.dtype == dx.dtype == dtype
     scale = 4.0 if act is None else 16.0  # the size of the output, which is rounded to dtype
@@ -116,7 +117,7 @@ def test_a_mean_far_from_zero_does_not_spoil_l1s_scale(memory_format: torch.memo
     """The mean is rounded; the deviations from it are summed on both sides, so that its error cancels."""
     x = (torch.randn(32, 4, 28, 28) + 1000).contiguous(memory_format=memory_format)
     running_var, expected = torch.zeros(4), torch.zeros(4, dtype=torch.float64)
-    hand_derived.batch_norm(x, None, running_var, training=True, momentum=1.0)
+    called.hand_derived(x, None, running_var, training=True, momentum=1.0)
     lp_batch_norm(x.double(), None, expected, training=True, momentum=1.0)
     torch.testing.assert_close(running_var.double(), expected, rtol=2e-5, atol=0)
 
@@ -124,19 +125,19 @@ def test_a_mean_far_from_zero_does_not_spoil_l1s_scale(memory_format: torch.memo
 @pytest.mark.usefixtures("poisoned_empty")
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("few", [0, 100])  # numbers per channel as they are, or repeated for every pixel
-@pytest.mark.parametrize("samples", [1, 3, 7])  # 7 samples, in pieces of equal size or not
-def test_pieces_in_every_layout(
+@pytest.mark.parametrize("samples", [1, 3, 7])  # 7 samples, in chunks of equal size or not
+def test_chunks_in_every_layout(
     memory_format: torch.memory_format, few: int, samples: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """L1, whose passes go backwards and borrow memory of the output and of the input's gradient."""
-    monkeypatch.setattr(pieces, "FEW_PIXELS", few)
-    monkeypatch.setattr(pieces, "CHUNK", max(1, samples * 60 // torch.get_num_threads()))
+    monkeypatch.setattr(hand_derived, "FEW_PIXELS", few)
+    monkeypatch.setattr(hand_derived, "CHUNK", max(1, samples * 60 // torch.get_num_threads()))
     x, residual, g = torch.randn(3, 7, 3, 4, 5, dtype=torch.float64).unbind()
     x = x.contiguous(memory_format=memory_format)
     weight, bias = torch.randn(2, 3, dtype=torch.float64).unbind()
     for act in (None, "relu"):
         for added in (None, residual):
-            ours = differentiated(hand_derived.batch_norm, x, 1, None, act, added, weight, bias, g)
+            ours = differentiated(called.hand_derived, x, 1, None, act, added, weight, bias, g)
             plain = differentiated(lp_batch_norm, x, 1, None, act, added, weight, bias, g)
             for a, b in zip(ours, plain):
                 torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
@@ -150,7 +151,7 @@ def test_l2_is_torchs_batch_norm_to_the_bit(dtype: torch.dtype) -> None:
     def torchs(x, mean, var, weight, bias, training, momentum, eps, *, residual, **_) -> Tensor:
         return (torch.nn.functional.batch_norm(x, mean, var, weight, bias, training, momentum, eps) + residual).relu()
 
-    ours = differentiated(hand_derived.batch_norm, x, 2, None, "relu", residual, weight, bias, g)
+    ours = differentiated(called.hand_derived, x, 2, None, "relu", residual, weight, bias, g)
     theirs = differentiated(torchs, x, 2, None, "relu", residual, weight, bias, g)
     for a, b in zip(ours, theirs):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
@@ -162,7 +163,7 @@ def test_l2_where_torchs_batch_norm_would_refuse(option: dict, with_mean: bool) 
     """One running statistic without the other, a momentum that is a tensor, an eps of 0."""
     x = torch.randn(6, 3, dtype=torch.float64)
     results = []
-    for function in (hand_derived.batch_norm, lp_batch_norm):
+    for function in (called.hand_derived, lp_batch_norm):
         mean, var = torch.ones(2, 3, dtype=torch.float64).unbind()
         y = function(x, mean if with_mean else None, var, training=True, p=2, **option)
         results.append((y, mean, var))
@@ -174,7 +175,7 @@ def test_l2_can_be_differentiated_twice() -> None:
     x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
     weight = torch.rand(3, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradgradcheck(
-        lambda x, weight: hand_derived.batch_norm(x, weight=weight, training=True, p=2), (x, weight)
+        lambda x, weight: called.hand_derived(x, weight=weight, training=True, p=2), (x, weight)
     )
 
 
@@ -196,7 +197,7 @@ def test_a_gradient_in_another_layout_than_the_input(
 
     def gradients(x: Tensor, g: Tensor) -> tuple[Tensor, ...]:
         x = x.detach().requires_grad_()
-        y = hand_derived.batch_norm(x, mean.clone(), var.clone(), weight, None, training, p=p, k=k)
+        y = called.batch_norm(x, mean.clone(), var.clone(), weight, None, training, p=p, k=k)
         return torch.autograd.grad(y, [x] if weight is None else [x, weight], g)
 
     x, g = with_channels_last(shape), with_channels_last(shape)
@@ -207,7 +208,7 @@ def test_a_gradient_in_another_layout_than_the_input(
 
 def test_layout_is_kept() -> None:
     x = torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last).requires_grad_()
-    y = hand_derived.batch_norm(x, training=True, act="relu")
+    y = called.hand_derived(x, training=True, act="relu")
     (dx,) = torch.autograd.grad(y.sum(), x)
     assert y.is_contiguous(memory_format=torch.channels_last)
     assert dx.is_contiguous(memory_format=torch.channels_last)
@@ -216,7 +217,7 @@ def test_layout_is_kept() -> None:
 @pytest.mark.parametrize(("p", "k"), oracle.SCALED_KINDS)
 def test_a_constant_channel_has_finite_gradients(p: float | str, k: int | None) -> None:
     x = torch.full((4, 1, 2), 3.0, dtype=torch.float64, requires_grad=True)
-    y = hand_derived.batch_norm(x, training=True, p=p, k=k)
+    y = called.hand_derived(x, training=True, p=p, k=k)
     g = torch.randn_like(y)
     (dx,) = torch.autograd.grad(y, x, g)
     torch.testing.assert_close(dx, (g - g.mean()) / math.sqrt(1e-5))
@@ -228,7 +229,7 @@ def test_nan_and_inf_spoil_their_channel_only(p: float | str, k: int | None, bad
     x = torch.randn(4, 2, 3)
     x[1, 0, 2] = bad
     x.requires_grad_()
-    y = hand_derived.batch_norm(x, training=True, p=p, k=k)
+    y = called.hand_derived(x, training=True, p=p, k=k)
     (dx,) = torch.autograd.grad(y, x, torch.randn_like(y))
     assert not y[:, 0].isfinite().any()
     assert y[:, 1].isfinite().all()
@@ -243,7 +244,7 @@ def test_saves_no_float_beside_input_and_output() -> None:
     weight = torch.ones(3, requires_grad=True)
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        y = hand_derived.batch_norm(x, weight=weight, training=True, act="relu")
+        y = called.hand_derived(x, weight=weight, training=True, act="relu")
     large = [t for t in saved if t.numel() > 3]
     assert {t.data_ptr() for t in large} == {x.data_ptr(), y.data_ptr()}
     assert len(large) == 2
@@ -253,11 +254,11 @@ def test_only_what_is_asked_for() -> None:
     """A frozen input, a frozen weight, an output that is not used."""
     x, weight = torch.randn(4, 3), torch.ones(3, requires_grad=True)
     g = torch.randn(4, 3)
-    (dw,) = torch.autograd.grad(hand_derived.batch_norm(x, weight=weight, training=True), weight, g)
+    (dw,) = torch.autograd.grad(called.hand_derived(x, weight=weight, training=True), weight, g)
     (expected,) = torch.autograd.grad(lp_batch_norm(x, weight=weight, training=True), weight, g)
     torch.testing.assert_close(dw, expected)
     x.requires_grad_()
-    y = hand_derived.batch_norm(x, weight=weight.detach(), training=True)
+    y = called.hand_derived(x, weight=weight.detach(), training=True)
     (dx,) = torch.autograd.grad(y, x, g)
     (expected,) = torch.autograd.grad(lp_batch_norm(x, weight=weight.detach(), training=True), x, g)
     torch.testing.assert_close(dx, expected)
@@ -265,7 +266,7 @@ def test_only_what_is_asked_for() -> None:
 
 def test_differentiating_twice_says_what_to_use() -> None:
     x = torch.randn(4, 3, requires_grad=True)
-    y = hand_derived.batch_norm(x, training=True)
+    y = called.hand_derived(x, training=True)
     (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)  # using the gradient is fine
     with pytest.raises(RuntimeError, match=r"use normmatters\.functional\.lp_batch_norm"):
         dx.sum().backward()
@@ -273,7 +274,7 @@ def test_differentiating_twice_says_what_to_use() -> None:
 
 def test_transforms_use_the_plain_equation() -> None:
     x = torch.randn(4, 3, dtype=torch.float64)
-    gradient = torch.func.grad(lambda x: hand_derived.batch_norm(x, training=True).pow(3).sum())(x)
+    gradient = torch.func.grad(lambda x: called.batch_norm(x, training=True).pow(3).sum())(x)
     y = lp_batch_norm(x.requires_grad_(), training=True).pow(3).sum()
     torch.testing.assert_close(gradient, torch.autograd.grad(y, x)[0])
 
@@ -285,7 +286,7 @@ def test_a_batch_of_gradients_at_once(p: float | str, k: int | None, act: str | 
     """As jacobian(..., vectorize=True) asks for, and torch.func.vmap over torch.autograd.grad."""
     leaves = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((4, 3, 2), 3, 3, (4, 3, 2))]
     x, weight, bias, residual = leaves
-    y = hand_derived.batch_norm(x, None, None, weight, bias, True, p=p, k=k, act=act, residual=residual)
+    y = called.hand_derived(x, None, None, weight, bias, True, p=p, k=k, act=act, residual=residual)
     g = torch.randn(5, *y.shape, dtype=torch.float64)
 
     def gradients(g: Tensor, **options: bool) -> tuple[Tensor, ...]:
@@ -320,7 +321,7 @@ def test_under_activation_checkpointing(use_reentrant: bool) -> None:
     x = torch.randn(4, 3, 2, dtype=torch.float64, requires_grad=True)
 
     def function(x: Tensor) -> Tensor:
-        return hand_derived.batch_norm(x, training=True, act="relu").pow(3)
+        return called.hand_derived(x, training=True, act="relu").pow(3)
 
     (dx,) = torch.autograd.grad(function(x).sum(), x)
     checkpoint(function, x, use_reentrant=use_reentrant).sum().backward()
