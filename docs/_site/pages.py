@@ -51,6 +51,7 @@ TREE = {
         "optim/norm_schedule": "Norm schedule",
         "optim/weight_decay_free": "Free of weight decay",
         "optim/angular": "Angular",
+        "optim/corrected_decay": "Corrected weight decay",
         "optim/equilibrium": "Equilibrium",
     },
     "Use": {"recipes/index": "Recipes", "examples/index": "Examples", "api/index": "API"},
