@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from normmatters.kernels import backends
 from normmatters.nn.batchnorm_base import LpBatchNorm
-from normmatters.optim._probe import run
+from normmatters.probe import call
 from normmatters.surgery.plan import plan_fusion
 
 __all__ = ["Ghosts", "Kept"]
@@ -89,12 +89,12 @@ class Ghosts:
     ) -> tuple[dict[str, Kept], dict[str, tuple[int, ...]], Kept]:
         """Bytes by layer, input shapes by layer, and the whole model's bytes; ``after`` is ``before`` converted."""
         kernels = self.on_gpu and not backends.TRITON_MISSING
-        with _kernels_everywhere() if kernels else contextlib.nullcontext():  # norms that are ours already
+        with backends.as_if_on_gpu() if kernels else contextlib.nullcontext():  # norms that are ours already
             now, inputs = self.keeps(before, example_input)
         exact: dict[str, int] | None = None
         lean: dict[str, int] | None = None
         if not backends.TRITON_MISSING:
-            with _kernels_everywhere():
+            with backends.as_if_on_gpu():
                 exact, lean = (self._with_memory(mode, after, example_input) for mode in ("exact", "lean"))
         # What a pool keeps is counted for the norm that takes it over: after the conversion they are one.
         norms = [module for module in after.modules() if isinstance(module, LpBatchNorm)]
@@ -132,7 +132,7 @@ class Ghosts:
         ]
         try:
             with self.mode, torch.no_grad():
-                run(ghost, tree_map_only(Tensor, self._tensor, example_input))
+                call(ghost, tree_map_only(Tensor, self._tensor, example_input))
         finally:
             for handle in handles:
                 handle.remove()
@@ -151,7 +151,7 @@ class Ghosts:
 
         x = tree_map_only(Tensor, self._tensor, example_input)
         with self.mode, torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), torch.enable_grad():
-            run(ghost, x)
+            call(ghost, x)
         sizes: dict[str, int] = {}
         for name, t in kept.values():
             sizes[name] = sizes.get(name, 0) + t.untyped_storage().nbytes()
@@ -171,13 +171,3 @@ def _running(names: dict[nn.Module, str]) -> str:
 
 def _size_of(name: str, sizes: dict[str, int]) -> int:
     return sizes.get(name, 0)
-
-
-@contextlib.contextmanager
-def _kernels_everywhere() -> Iterator[None]:
-    """Let the dispatcher choose for tensors without memory as it does for those on a GPU. No kernel is launched."""
-    before, backends.INTERPRETED = backends.INTERPRETED, True
-    try:
-        yield
-    finally:
-        backends.INTERPRETED = before

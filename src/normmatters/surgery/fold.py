@@ -32,7 +32,7 @@ from normmatters.surgery.plan import NOTHING, Reader, Values, forward_of
 from normmatters.surgery.report import Change, ConversionReport, report_to_fill
 from normmatters.surgery.rewrite import Unfit
 from normmatters.surgery.swap import check_model, replace_modules
-from normmatters.weight_norm.parametrized import WEIGHT_LAYERS
+from normmatters.weight_norm.fused import WEIGHT_LAYERS
 
 _log = logging.getLogger(__name__)
 
