@@ -99,6 +99,7 @@ __all__ = [
     "move_rho_to_last_layer",
     "optim",
     "precision",
+    "register_fusion",
     "remove_weight_norm",
     "to_torch",
     "update_bn",

@@ -50,7 +50,6 @@ from support.blocks import (
     ResidualIsFused,
     ResidualLeft,
     SharedRelu,
-    SlotRelu,
     TorchRelu,
     TupleOutput,
     TwoAdds,

@@ -205,7 +205,7 @@ def test_a_pool_that_gives_indices_stays():
         (AddFirst, "add + relu", 0),
         (PoolIsUsedAgain, TAKEN, 1),
         (PoolHasTwoNames, TAKEN, 1),
-        (TrainingOnly, TAKEN, 1),
+        (TrainingOnly, "relu", 0),
         (FeaturesBeforePool, TAKEN, 1),
     ],
 )

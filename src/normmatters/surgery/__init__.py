@@ -1,4 +1,4 @@
-"""Change a model the user already has: swap its norms, run each with the ReLU and the add after it, go back, and fold."""
+"""Change a model the user has: swap its norms, run each with the ReLU and the add after it, go back, and fold."""
 
 from normmatters.surgery.back import to_torch
 from normmatters.surgery.blocks import register_fusion

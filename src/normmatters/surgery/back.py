@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -86,8 +85,9 @@ def to_torch(
 ) -> nn.Module:
     """Replace the norms of this library by ``torch.nn``'s, for deployment: the outputs in evaluation are the same.
 
-    Undoes :func:`convert`: blocks get their class and forward back, and state_dict keys stay. A norm that was written with ``act="relu"`` by hand becomes a ``BatchNormReLU2d``, a subclass of
-    ``nn.BatchNorm2d`` that takes the residual too. Training goes on in L2.
+    Undoes :func:`convert`: blocks get their class and forward back, and state_dict keys stay. A norm that was written
+    with ``act="relu"`` by hand becomes a ``BatchNormReLU2d``, a subclass of ``nn.BatchNorm2d`` that takes the residual
+    too. From then on the model trains in L2.
 
     Kept, with a warning, is what PyTorch has nothing equal for: layer and RMS norms with p ≠ 2, batch norms without
     running statistics, which normalize by the batch in evaluation too, and norms with a parametrization or a forward

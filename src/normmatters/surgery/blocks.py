@@ -16,7 +16,7 @@ from typing import Any, ClassVar, cast
 
 from torch import Tensor, nn
 
-from normmatters.surgery.deferred import Fusion
+from normmatters.surgery.deferred import Fusion, is_iterated_plainly
 from normmatters.surgery.rewrite import Rewritten, Unfit, rewrite
 
 _REGISTERED: weakref.WeakKeyDictionary[type, Any] = weakref.WeakKeyDictionary()
@@ -54,10 +54,10 @@ def new_block(base: Any) -> Any:
 
 
 def register_fusion(cls: type[nn.Module], forward: Callable[..., Any]) -> None:
-    """Let :func:`normmatters.convert` give the blocks of ``cls`` this ``forward``, for a class it cannot rewrite itself.
+    """Let :func:`normmatters.convert` give blocks of ``cls`` this ``forward``, for a class that it cannot rewrite.
 
-    ``forward(block, ...)`` takes the place of ``cls.forward`` in converted models, and must compute the same for norms of
-    this library, with and without a GPU. The norms stay plain, so it passes the residual and the ReLU with the call:
+    ``forward(block, ...)`` takes the place of ``cls.forward`` in converted models, and must compute the same for norms
+    of this library, with and without a GPU. The norms stay plain, so it passes the residual and the ReLU with the call:
     ``norm.forward_linked(x, residual, linked=False, relu=True)[0]``.
 
     Args:
@@ -150,10 +150,10 @@ def _registered(function: Any, fusion: Fusion, block: nn.Module, *args: Any, **k
     return function(block, *args, **kwargs)
 
 
-def _sequential(fusion: Fusion, block: nn.Sequential, input: Tensor) -> Any:
-    if isinstance(input, Tensor) and type(block).__iter__ is nn.Sequential.__iter__:
+def _sequential(fusion: Fusion, block: nn.Sequential, input: Any) -> Any:
+    if isinstance(input, Tensor) and is_iterated_plainly(block):
         return fusion.done(fusion.sequence(block, input))
-    return block.own_class.forward(block, input)  # type: ignore[attr-defined]  # a tracer's stand-in for a tensor
+    return nn.Sequential.forward(block, input)  # for a tracer's stand-in for a tensor
 
 
 def own_class(module: nn.Module) -> Any:

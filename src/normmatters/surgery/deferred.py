@@ -1,8 +1,8 @@
 """What a rewritten ``forward`` calls: norms that wait for what follows them, and run together with it where they can.
 
 A converted norm stays a norm and a ReLU stays a ReLU. :mod:`normmatters.surgery.rewrite` sends the calls of a
-``forward`` through a :class:`Fusion`. A call of one of our norms then gives a :class:`Deferred`. A ReLU, an add or a max
-pool that gets it decides what to do by what it is handed *now*; everything else gets the norm's output.
+``forward`` through a :class:`Fusion`. A call of one of our norms then gives a :class:`Deferred`. A ReLU, an add or a
+max pool that gets it decides what to do by what it is handed *now*; everything else gets the norm's output.
 
 Why the result is that of the code as written:
 
@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from torch.nn.modules.module import _has_any_global_hook
 from torch.nn.modules.utils import _pair
 
-from normmatters.surgery import contract
+from normmatters.nn import twin
 from normmatters.nn.batchnorm import LpBatchNorm2d
 from normmatters.nn.batchnorm_base import LpBatchNorm
 
@@ -71,8 +71,8 @@ class _Through(torch.autograd.Function):
 class Fusion:
     """The deferred norms of one call of a rewritten ``forward``.
 
-    A block in a Sequential may be handed its ``input`` with the ``link`` of the norm that made it. The block's second use
-    of that input sends its gradient through the link, so that it is added inside that norm's backward pass (see
+    A block in a Sequential may be handed its ``input`` with the ``link`` of the norm that made it. Its second use of
+    that input sends its gradient through the link, so that it is added inside that norm's backward pass (see
     :meth:`~normmatters.nn.batchnorm_base.LpBatchNorm.forward_linked`). With ``linked`` it gives its own output a link.
     """
 
@@ -104,13 +104,13 @@ class Fusion:
                     return x
                 if not f.inplace and is_plain(f):
                     return f(self.force(x))
-            elif getattr(kind, "forward", None) is nn.Sequential.forward:
-                if kind.__iter__ is nn.Sequential.__iter__ and is_plain(f):
+            elif isinstance(f, nn.Sequential):
+                if kind.forward is nn.Sequential.forward and is_iterated_plainly(f) and is_plain(f):
                     return self.sequence(f, x)
             elif kind in _READERS and is_plain(f):
                 if type(x) is Deferred and kind is nn.Identity:
                     return x
-                if type(x) is Deferred and kind is nn.MaxPool2d and _takes_pool(x, f):
+                if type(x) is Deferred and isinstance(f, nn.MaxPool2d) and _takes_pool(x, f):
                     x.pooled = True
                     return x
                 return f(self._through_link(self.force(x)))
@@ -124,7 +124,7 @@ class Fusion:
         return f
 
     def attr(self, owner: Any, name: str) -> Any:
-        """``owner.name``. What is neither a module nor a plain setting may depend on a pending norm, which then runs."""
+        """``owner.name``. What is neither a module nor a plain setting may depend on what is pending, which then runs."""
         if self.pending and not _is_plain_attribute(owner, name):
             self.flush()
         return getattr(owner, name)
@@ -236,14 +236,14 @@ class Fusion:
                 residual = self._output(residual)
                 value = operator.iadd(value, residual) if d.in_place else value + residual
         elif residual is None:
-            value, link = contract.forward_linked(norm, input, linked=False, relu=True, pooled=d.pooled)
-        elif type(residual) is Deferred and contract.twin_fits(norm, input, residual.norm, residual.input):
-            value, link = contract.twin_batch_norm(norm, input, residual.norm, residual.input, linked=self.linked)
+            value, link = norm.forward_linked(input, linked=False, relu=True, pooled=d.pooled)
+        elif type(residual) is Deferred and twin.twin_fits(norm, input, residual.norm, residual.input):
+            value, link = twin.twin_batch_norm(norm, input, residual.norm, residual.input, linked=self.linked)
             residual.value = residual.input = False  # it has no output of its own
         else:
             residual = self._output(residual)
             came_with = self.link if residual is self.input else None
-            value, link = contract.forward_linked(norm, input, residual, came_with, self.linked, relu=True)
+            value, link = norm.forward_linked(input, residual, came_with, self.linked, relu=True)
         d.value, self.output, self.output_link = value, value, link
         d.input = d.residual = None
 
@@ -265,7 +265,12 @@ def run_linked(block: Any, x: Tensor, link: Tensor | None, wanted: bool) -> tupl
 
 def _links(block: Any) -> bool:
     """Whether the block has a rewritten forward that may be run in place of a call, in training."""
-    return isinstance(block, nn.Module) and hasattr(type(block), "fusion_takes_link") and block.training and is_plain(block)
+    return (
+        isinstance(block, nn.Module)
+        and hasattr(type(block), "fusion_takes_link")
+        and block.training
+        and is_plain(block)
+    )
 
 
 def is_plain(module: nn.Module) -> bool:
@@ -277,6 +282,11 @@ def is_plain(module: nn.Module) -> bool:
         and type(module).__call__ is nn.Module.__call__
         and not _has_any_global_hook()
     )
+
+
+def is_iterated_plainly(modules: nn.Sequential) -> bool:
+    """Whether a loop over the Sequential gives its modules."""
+    return type(modules).__iter__ is nn.Sequential.__iter__
 
 
 def is_pool(pool: nn.MaxPool2d) -> bool:

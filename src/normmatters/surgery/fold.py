@@ -7,7 +7,6 @@ another way gets other results. A norm is folded only where the ``forward`` of t
 
 from __future__ import annotations
 
-import ast
 import copy
 import logging
 from collections import Counter, defaultdict
@@ -28,7 +27,7 @@ from normmatters.nn.leaf import module_call
 from normmatters.surgery.back import PLAIN_BATCH_NORMS, BatchNormAct2d, SyncBatchNormAct, ThenReLU, to_torch
 from normmatters.surgery.blocks import fused_class
 from normmatters.surgery.deferred import is_plain
-from normmatters.surgery.plan import NOTHING, Reader, Values, forward_of
+from normmatters.surgery.plan import NOTHING, Reader, Values, forward_of, is_sequence
 from normmatters.surgery.report import Change, ConversionReport, report_to_fill
 from normmatters.surgery.rewrite import Unfit
 from normmatters.surgery.swap import check_model, replace_modules
@@ -137,8 +136,8 @@ def _check_outputs(model: nn.Module, folded: nn.Module, example_input: Any) -> N
         scale, difference = float(one.abs().max()), float((one - other).abs().max())
         if not difference <= torch.finfo(one.dtype).eps ** 0.5 * scale:
             raise ValueError(
-                f"the outputs for example_input differ by {difference:.2g} after folding, of {scale:.2g}: a layer is used "
-                "in a way that its forward does not show"
+                f"the outputs for example_input differ by {difference:.2g} after folding, of {scale:.2g}: a layer is "
+                "used in a way that its forward does not show"
             )
 
 
@@ -167,7 +166,7 @@ class _LayerReader(Reader):
             return frozenset([(f, "")])
         if type(f) is nn.Identity and is_plain(f):
             return x
-        if isinstance(f, nn.Sequential) and forward_of(f) is nn.Sequential.forward and is_plain(f):
+        if is_sequence(f) and is_plain(f):
             return self.sequence(f, x)
         return NOTHING
 
@@ -203,7 +202,7 @@ def _find(model: nn.Module) -> tuple[dict[nn.Module, tuple[nn.Module, bool]], di
         reader = _LayerReader(block, norms, seen)
         try:
             cls: Any = fused_class(type(block))
-            if forward_of(block) is not nn.Sequential.forward:
+            if not is_sequence(block):
                 reader.function(cls.fusion_sources["forward"], cls.fusion_sources)
                 names = {n for one in cls.fusion_sources.values() for n in _names_of(one.original)}
                 reached[block] = names if names & _ANY_MODULE else set()
@@ -220,7 +219,7 @@ def _find(model: nn.Module) -> tuple[dict[nn.Module, tuple[nn.Module, bool]], di
     def elsewhere(module: nn.Module) -> bool:
         """Whether the module, or what it is a part of, is reached by more than the one call."""
         (owner, name), *others = owners[module] or [(module, "")]
-        in_a_row = forward_of(owner) is nn.Sequential.forward and owner is not module
+        in_a_row = is_sequence(owner) and owner is not module
         if others or len(seen.calls[module]) > 1 or len(seen.mentions[module]) > (0 if in_a_row else 1):
             return True
         for block, names in reached.items():

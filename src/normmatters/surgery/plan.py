@@ -10,11 +10,10 @@ from __future__ import annotations
 import ast
 from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import nn
 
-from normmatters.nn.batchnorm import LpBatchNorm2d
 from normmatters.surgery.blocks import fused_class, is_registered, own_class
 from normmatters.surgery.deferred import RELUS, is_plain, is_pool
 from normmatters.surgery.rewrite import Rewritten, Unfit
@@ -57,7 +56,7 @@ def plan_fusion(model: nn.Module, norms: Collection[nn.Module], pooling: Collect
         if is_registered(own_class(module)):
             plan.fused |= {norm: plan.fused.get(norm, "registered") for norm in norms if norm in _children(module)}
             plan.blocks.append(module)
-        elif forward_of(module) is nn.Sequential.forward:
+        elif is_sequence(module):
             reader.sequence(module, NOTHING)
         else:
             reader.function(cls.fusion_sources["forward"], cls.fusion_sources)
@@ -70,7 +69,13 @@ def plan_fusion(model: nn.Module, norms: Collection[nn.Module], pooling: Collect
     return plan
 
 
+def is_sequence(module: nn.Module) -> TypeGuard[nn.Sequential]:
+    """Whether the module calls its modules one after the other, as ``nn.Sequential`` does."""
+    return forward_of(module) is nn.Sequential.forward
+
+
 def forward_of(module: nn.Module) -> Any:
+    """The ``forward`` of the module's own class."""
     return getattr(own_class(module), "forward", None)
 
 
@@ -120,15 +125,15 @@ class Reader:
     def __init__(self, block: nn.Module, norms: set[nn.Module]) -> None:
         self.block, self.norms = block, norms
         self.depth = 0
+        self.fusion, self.globals, self.sources = "", {}, {}
         self.asking = False  # whether something is None: that is no use of it
 
     def function(self, rewritten: Rewritten, sources: dict[str, Rewritten]) -> None:
         fusion, me, *_ = [*rewritten.tree.args.posonlyargs, *rewritten.tree.args.args]
-        outer = getattr(self, "names", None)
-        self.names, self.sources, self.globals = (fusion.arg, me.arg), sources, rewritten.original.__globals__
+        outer = self.fusion, self.globals
+        self.sources, self.fusion, self.globals = sources, fusion.arg, rewritten.original.__globals__
         self.body(rewritten.tree.body, {me.arg: frozenset([self.block])})
-        if outer is not None:
-            self.names = outer
+        self.fusion, self.globals = outer
 
     def body(self, body: list[ast.stmt], env: dict[str, Values]) -> dict[str, Values]:
         for node in body:
@@ -145,7 +150,9 @@ class Reader:
                 for _ in range(2):
                     if isinstance(node, ast.For):
                         self.bind(node.target, _members(over), env)
-                    env = {name: env.get(name, NOTHING) | value for name, value in self.body(node.body, dict(env)).items()}
+                    env = {
+                        name: env.get(name, NOTHING) | value for name, value in self.body(node.body, dict(env)).items()
+                    }
                 env = self.body(node.orelse, env)
             elif isinstance(node, ast.With):
                 env = self.body(node.body, env)
@@ -175,11 +182,13 @@ class Reader:
 
     def value(self, node: ast.AST, env: dict[str, Values]) -> Values:
         """What the expression may be; what fuses on the way is noted."""
-        fusion, me = self.names
+        fusion = self.fusion
         if isinstance(node, ast.Name):
             return env.get(node.id, frozenset([self.globals.get(node.id, ...)]))
         if isinstance(node, ast.Attribute):
-            return frozenset(getattr(v, node.attr, ...) for v in self.value(node.value, env) if not isinstance(v, tuple))
+            return frozenset(
+                getattr(v, node.attr, ...) for v in self.value(node.value, env) if not isinstance(v, tuple)
+            )
         if isinstance(node, ast.Subscript):
             members = _members(self.value(node.value, env))
             for module in members:
@@ -192,14 +201,21 @@ class Reader:
         values = [self.value(child, env) for child in ast.iter_child_nodes(node)]
         if isinstance(node, ast.IfExp):
             return values[1] | values[2]
-        if isinstance(node, ast.Call) and isinstance(f, ast.Call) and isinstance(f.func, ast.Attribute) and f.func.attr == "now":
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(f, ast.Call)
+            and isinstance(f.func, ast.Attribute)
+            and f.func.attr == "now"
+        ):
             return frozenset().union(*([] if not node.args else values[1:]))  # zip(...), enumerate(...)
         return NOTHING
 
-    def step(self, node: ast.Call, name: str, args: list[ast.expr], env: dict[str, Values], keywords: list[ast.keyword]) -> Values:
+    def step(
+        self, node: ast.Call, name: str, args: list[ast.expr], env: dict[str, Values], keywords: list[ast.keyword]
+    ) -> Values:
         """One call of the fusion."""
         if name == "attr":
-            (setting,) = (a.value for a in args[1:] if isinstance(a, ast.Constant))
+            setting = str(args[1].value) if isinstance(args[1], ast.Constant) else ""
             owners = [v for v in self.value(args[0], env) if not isinstance(v, tuple)]
             found = frozenset(_attribute(v, setting) for v in owners)
             for module in () if self.asking else found:
@@ -281,12 +297,14 @@ class _FusionReader(Reader):
                 if took == "relu" and norm in self.pooling:
                     self.take(norm, "relu + max pool")
                     self.plan.pools[norm] = f
-        elif isinstance(f, nn.Sequential) and forward_of(f) is nn.Sequential.forward and is_plain(f):
+        elif is_sequence(f) and is_plain(f):
             return self.sequence(f, x)
         return NOTHING
 
     def after_relu(self, x: Values) -> Values:
-        taken = [(norm, _AFTER_RELU[took]) for norm, took in (v for v in x if isinstance(v, tuple)) if took in _AFTER_RELU]
+        taken = [
+            (norm, _AFTER_RELU[took]) for norm, took in (v for v in x if isinstance(v, tuple)) if took in _AFTER_RELU
+        ]
         for norm, kind in taken:
             self.take(norm, kind)
         return frozenset(taken)
@@ -309,4 +327,9 @@ def _attribute(owner: Any, name: str) -> Any:
 
 def _members(values: Values) -> Values:
     """What a loop over one of these gives."""
-    return frozenset(child for v in values if isinstance(v, nn.Module) and isinstance(v, (nn.ModuleList, nn.Sequential)) for child in v)
+    return frozenset(
+        child
+        for v in values
+        if isinstance(v, nn.Module) and isinstance(v, (nn.ModuleList, nn.Sequential))
+        for child in v
+    )

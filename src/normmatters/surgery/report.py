@@ -53,7 +53,7 @@ class ConversionReport:
 
     @property
     def fused(self) -> list[Change]:
-        """The modules that run together with the ReLU after them, alone or with an add before it or a max pool after it."""
+        """The modules that run together with the ReLU after them, and maybe an add before it or a max pool after it."""
         return [change for change in self.changes if change.fused]
 
     @property

@@ -7,7 +7,6 @@ belongs to the class: nothing about an instance is in it.
 """
 
 from __future__ import annotations
-
 import __future__
 
 import ast
@@ -22,9 +21,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+
 _FUTURES = functools.reduce(int.__or__, (getattr(__future__, n).compiler_flag for n in __future__.all_feature_names))
-_SCOPES = (ast.Lambda, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.ListComp, ast.SetComp, ast.DictComp)
-_SCOPES = (*_SCOPES, ast.GeneratorExp)
+_SCOPES = (
+    *(ast.Lambda, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef),
+    *(ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp),
+)
 _SEE_LOCALS = {"locals", "vars", "eval", "exec", "super"}
 _UNFIT = {
     ast.Try: "it has a try", ast.TryStar: "it has a try", ast.Match: "it has a match", ast.Yield: "it yields",
@@ -109,7 +111,9 @@ def _source(function: Any) -> ast.FunctionDef:
 
 
 @functools.lru_cache(maxsize=32)
-def _parsed(text: str, filename: str, flags: int) -> tuple[dict[tuple[str, int], list[ast.FunctionDef]], frozenset[types.CodeType]]:
+def _parsed(
+    text: str, filename: str, flags: int
+) -> tuple[dict[tuple[str, int], list[ast.FunctionDef]], frozenset[types.CodeType]]:
     """A file's functions, and their code. Of the file as a whole: its imports change how a function is compiled."""
     functions: dict[tuple[str, int], list[ast.FunctionDef]] = {}
     for node in ast.walk(ast.parse(text)):
@@ -123,23 +127,25 @@ def _parsed(text: str, filename: str, flags: int) -> tuple[dict[tuple[str, int],
 
 def _in_class(function: Any, tree: ast.FunctionDef) -> ast.Module:
     """A module with the function in a class of the right name, by which ``self.__private`` is found."""
-    *_, owner, _ = ["_", *function.__qualname__.split(".")]
+    names: list[str] = function.__qualname__.split(".")
     body: list[ast.stmt] = [tree]
-    if owner.isidentifier() and owner != "_":
-        body = [ast.ClassDef(owner, bases=[], keywords=[], body=body, decorator_list=[], type_params=[])]  # type: ignore[call-arg]
+    if len(names) > 1 and names[-2].isidentifier():
+        body = [ast.ClassDef(names[-2], bases=[], keywords=[], body=body, decorator_list=[], type_params=[])]  # type: ignore[call-arg, unused-ignore]
     return ast.fix_missing_locations(ast.Module(body, type_ignores=[]))
 
 
 def _compiled(module: ast.Module, function: Any) -> types.CodeType:
     flags = function.__code__.co_flags & _FUTURES
-    code = compile(module, function.__code__.co_filename, "exec", flags, dont_inherit=True)
+    code: types.CodeType = compile(module, function.__code__.co_filename, "exec", flags, dont_inherit=True)
     while code.co_name != function.__code__.co_name or code.co_name == "<module>":
         code = next(inner for inner in code.co_consts if isinstance(inner, types.CodeType))
     return code
 
 
 def _fresh_name(name: str, tree: ast.AST) -> str:
-    used = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)} | {n.arg for n in ast.walk(tree) if isinstance(n, ast.arg)}
+    used = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)} | {
+        n.arg for n in ast.walk(tree) if isinstance(n, ast.arg)
+    }
     used |= {n.name for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
     while name in used:
         name += "_"
@@ -208,7 +214,7 @@ class _Rewriter:
         return after
 
     def _set_last(self, node: ast.AST) -> None:
-        """For the expressions of ``node``: a variable that it reads once, and that is rebound by it or not read again."""
+        """For the expressions of ``node``: it reads the variable once, and rebinds it or nobody reads it later."""
         target, reads = _single_target(node), _loads(getattr(node, "value", None))
         if isinstance(node, ast.AugAssign):
             reads[target or ""] += 1

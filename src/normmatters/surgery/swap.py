@@ -19,7 +19,8 @@ from normmatters.nn.layernorm2d import ChannelsFirst, L1LayerNorm2d, LpLayerNorm
 from normmatters.nn.replace import keep_all, replace
 from normmatters.nn.sync import SyncLpBatchNorm
 from normmatters.norm import Norm, check_memory
-from normmatters.surgery.blocks import FusedBlock, fuse as fuse_block
+from normmatters.surgery.blocks import FusedBlock
+from normmatters.surgery.blocks import fuse as fuse_block
 from normmatters.surgery.plan import FusionPlan, plan_fusion
 from normmatters.surgery.report import Change, ConversionReport, report_to_fill
 
@@ -232,7 +233,7 @@ def _qualified(module: nn.Module) -> str:
 
 def carry_over(old: nn.Module, new: nn.Module) -> None:
     """:func:`~normmatters.nn.replace.keep_all` but for what says which norm it is, and the parts that go with that."""
-    keep_all(old, new, without={"p", "k", "constant", "act", "memory", "pool", "_modules"})
+    keep_all(old, new, without={"p", "k", "constant", "act", "memory", "_modules"})
     parts = {"drop", "act", "activation"}  # of a norm that comes with an activation
     new._modules.update({name: module for name, module in old._modules.items() if name not in parts})
 
