@@ -124,7 +124,7 @@ class Fusion:
         return f
 
     def attr(self, owner: Any, name: str) -> Any:
-        """``owner.name``. What is neither a module nor a plain setting may depend on what is pending, which then runs."""
+        """``owner.name``. What is neither a module nor a plain setting may depend on a pending norm: that runs."""
         if self.pending and not _is_plain_attribute(owner, name):
             self.flush()
         return getattr(owner, name)
