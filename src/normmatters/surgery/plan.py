@@ -125,7 +125,9 @@ class Reader:
     def __init__(self, block: nn.Module, norms: set[nn.Module]) -> None:
         self.block, self.norms = block, norms
         self.depth = 0
-        self.fusion, self.globals, self.sources = "", {}, {}
+        self.fusion = ""
+        self.globals: dict[str, Any] = {}
+        self.sources: dict[str, Rewritten] = {}
         self.asking = False  # whether something is None: that is no use of it
 
     def function(self, rewritten: Rewritten, sources: dict[str, Rewritten]) -> None:
