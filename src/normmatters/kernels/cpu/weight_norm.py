@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from normmatters.functional.weight import bounded_weight
-from normmatters.kernels.backends import INTERPRETED, NATIVE_MISSING
+from normmatters.kernels import backends
 from normmatters.kernels.cpu import DTYPES, library
 from normmatters.norm import compute_dtype
 
@@ -36,8 +36,8 @@ def why_not(v: Tensor, rho: Tensor, *, dim: int | None, p: float, k: int | None)
     """Why the kernels cannot take this weight; empty if they can. ``rho``: a scalar, or F11's g, one for each slice."""
     if v.device.type != "cpu" or rho.device.type != "cpu":
         return f"they run on a CPU, not on {v.device} with a rho on {rho.device}"
-    if NATIVE_MISSING or INTERPRETED:
-        return NATIVE_MISSING or "NORMMATTERS_KERNELS=interpret asks for Triton's interpreter"
+    if backends.NATIVE_MISSING or backends.INTERPRETED:
+        return backends.NATIVE_MISSING or "NORMMATTERS_KERNELS=interpret asks for Triton's interpreter"
     if v.dtype not in DTYPES or (is_learned(rho) and rho.dtype != v.dtype):
         return f"they take one rho, or one for each slice in the dtype of v, not {v.dtype} with {rho.dtype}"
     if dim is None or dim % v.ndim != 0 or k is not None:
