@@ -84,7 +84,7 @@ class RunFolder:
         self.clear()
 
     def config(self) -> RunConfig | None:
-        """What the folder says is run in it; None where it says nothing. Raises ValueError where it cannot be read."""
+        """The config of the run in this folder; None where there is none. Raises ValueError where it cannot be read."""
         file = self.path / "config.json"
         return from_dict(read_object(file), str(file)) if file.exists() else None
 
