@@ -16,11 +16,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from normmatters.doctor.saved_bytes import Ghosts, Kept
 from normmatters.kernels import backends
+from normmatters.norm import Norm
 from normmatters.optim import Invariance, Recipe, channel_norms, scale_invariant_parameters, steps_to_equilibrium
 from normmatters.optim.channels import named_weights
 from normmatters.probe import plain_name, unwrap
 from normmatters.surgery import ConversionReport
-from normmatters.surgery.swap import NormSpec, check_model, swap
+from normmatters.surgery.swap import check_model, swap
 from normmatters.tails import measure_tails
 from normmatters.text_table import aligned
 from normmatters.weight_norm import BoundedWeight, ClassicWeight
@@ -309,8 +310,8 @@ def diagnose(
     notes: list[str] = []
     ghosts = Ghosts(dtype)
     report = ConversionReport()
-    layer_spec = None if layer_norm is None else NormSpec.of("layer_norm", layer_norm)
-    converted = swap(ghosts.of(model), NormSpec.of("norm", norm), layer_spec, report)
+    layer_kind = None if layer_norm is None else Norm.named(layer_norm, argument="layer_norm")
+    converted = swap(ghosts.of(model), Norm.named(norm), layer_kind, report)
     kept: dict[str, Kept] = {}
     inputs: dict[str, tuple[int, ...]] = {}
     total = None
