@@ -32,7 +32,9 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class Backend(NamedTuple):
-    """``name`` is ``"triton"``, ``"cpu"``, ``"hand-derived"``, ``"plain"`` or ``"arithmetic"``; ``reason``: why no faster.
+    """``name`` is ``"triton"``, ``"cpu"``, ``"hand-derived"``, ``"plain"`` or ``"arithmetic"``.
+
+    ``reason`` says why no faster one serves.
 
     >>> Backend("plain", "in evaluation the module is torch's own batch norm").name
     'plain'
