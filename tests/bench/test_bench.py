@@ -16,6 +16,7 @@ from normmatters import bench
 from normmatters.bench import __main__ as command
 from normmatters.bench import harness, layers, peers, resnet50, roofline, warmup, weightnorm
 from normmatters.kernels import dispatch
+from normmatters.norm import Norm, RunningStats
 
 TIMED = {"error", "fwd_ms", "bwd_ms", "eager_fwd_ms", "eager_bwd_ms", "timed_by", "ratio"}
 MEMORY = {"saved_bytes", "saved_share", "allocated_bytes", "peak_bytes"}
@@ -85,7 +86,9 @@ class _Scaled(torch.autograd.Function):
 def _damaged(what: str) -> Any:
     right = dispatch.linked_batch_norm
 
-    def wrong(x: Tensor, mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def wrong(
+        x: Tensor, norm: Norm, weight: Tensor, bias: Tensor, running: RunningStats, *args: Any, **kwargs: Any
+    ) -> Any:
         if what == "dx":
             x = _Scaled.apply(x, 1.02)
         elif what == "dweight":
@@ -94,9 +97,10 @@ def _damaged(what: str) -> Any:
             bias = _Scaled.apply(bias, 1.5)
         elif what == "dresidual":
             kwargs["residual"] = _Scaled.apply(kwargs["residual"], 1.02)
-        y, link = right(x, mean, var, weight, bias, *args, **kwargs)
+        y, link = right(x, norm, weight, bias, running, *args, **kwargs)
         if what == "running_var":
-            var.mul_(1.01)
+            assert running.var is not None
+            running.var.mul_(1.01)
         return y * 1.02 if what == "output" else y, link
 
     return wrong
