@@ -17,7 +17,7 @@ import triton
 
 import normmatters.kernels
 from normmatters.kernels.triton import launch as module
-from normmatters.kernels.triton import layout
+from normmatters.kernels.triton.batch_norm import layout
 from normmatters.kernels.triton.launch import Launch
 
 
@@ -162,6 +162,6 @@ def test_plans_are_kept_for_so_many_shapes_and_no_more():
     assert len(found) > 15
     assert {name.rpartition(".")[2] for name, most in found.items() if most is None} <= by_device
     for n in range(normmatters.kernels.MAX_PLANS + 50):
-        assert layout._view((2, n + 1, 3), True) == (2, 3 * (n + 1), 3)
-    assert layout._view.cache_info().currsize == normmatters.kernels.MAX_PLANS
-    layout._view.cache_clear()
+        assert layout.view_of_shape((2, n + 1, 3), True) == (2, 3 * (n + 1), 3)
+    assert layout.view_of_shape.cache_info().currsize == normmatters.kernels.MAX_PLANS
+    layout.view_of_shape.cache_clear()

@@ -384,7 +384,7 @@ class LinkedSequential(nn.Sequential):
     """``nn.Sequential`` whose fused blocks hand their output on with its link.
 
     A block uses its input twice, and the two gradients of it are then not added on their own but inside the backward
-    pass of the norm that made it (see :mod:`normmatters.kernels.ops`). What is not such a block, or is watched, is
+    pass of the norm that made it (see `batch_norm/operator.py`). What is not such a block, or is watched, is
     called as ever.
     """
 
