@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 import triton
 
-import normmatters.kernels
+import normmatters.kernels.triton
 from normmatters.kernels.triton import launch as module
 from normmatters.kernels.triton.batch_norm import layout
 from normmatters.kernels.triton.launch import Launch
@@ -152,10 +152,11 @@ def test_each_device_has_its_own_compiled_kernel_and_stream():
 
 
 def test_plans_are_kept_for_so_many_shapes_and_no_more():
-    """Also the caches by shape that are still to be written: only what is kept by device may be without a bound."""
+    """Also the caches by shape that are still to be written: only caches by device may be without a bound."""
     by_device = {"can_overlap", "multiprocessors"}
     found = {}
-    for one in pkgutil.walk_packages(normmatters.kernels.__path__, "normmatters.kernels."):
+    package = normmatters.kernels.triton
+    for one in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
         for value in vars(importlib.import_module(one.name)).values():
             if hasattr(value, "cache_parameters"):
                 found[f"{value.__module__}.{value.__qualname__}"] = value.cache_parameters()["maxsize"]

@@ -188,22 +188,21 @@ class Operator:
 
         register_gradient(f"{name}_forward", save_operator, operator_gradients)
 
-        class Node(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx: Any, *arguments: Any) -> Any:  # few arguments: PyTorch looks at each, tensor or not
-                *given, chosen = arguments
-                results = forward(*arguments)
-                if chosen.save:
-                    save(ctx, given, chosen, results)
-                output = results[0]
-                return (output, _eager_link(output)) if chosen.linked else output
+        def node_forward(ctx: Any, *arguments: Any) -> Any:  # few arguments: PyTorch looks at each, tensor or not
+            *given, chosen = arguments
+            results = forward(*arguments)
+            if chosen.save:
+                save(ctx, given, chosen, results)
+            output = results[0]
+            return (output, _eager_link(output)) if chosen.linked else output
 
-            @staticmethod
-            @once_differentiable
-            def backward(ctx: Any, g: Tensor, link: Tensor | None = None) -> Any:  # type: ignore[override]
-                return *gradients(ctx, backward, g, link), None
+        @once_differentiable
+        def node_backward(ctx: Any, g: Tensor, link: Tensor | None = None) -> Any:
+            return *gradients(ctx, backward, g, link), None
 
-        self._apply = Node.apply
+        methods = {"forward": staticmethod(node_forward), "backward": staticmethod(node_backward)}
+        node: Any = type(name.title().replace("_", ""), (torch.autograd.Function,), methods)  # named for profilers
+        self._apply = node.apply
 
     def __call__(self, *arguments: Any) -> Any:
         """The output for ``(*tensors, options)``, or the output and its link if the options say so."""
