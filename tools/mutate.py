@@ -44,6 +44,8 @@ NEAR = {
     "optim/_base.py": ["optim/test_refusals.py", "optim/test_weight_decay_free.py", "optim/test_base_exponents.py"],
     "optim/angular.py": ["optim/test_angular.py"],
     "optim/angular_sgd.py": ["optim/test_angular.py"],
+    "optim/corrected_decay.py": ["optim/test_corrected_decay.py"],
+    "optim/decay_groups.py": ["optim/test_decay_groups.py", "optim/test_from_model.py"],
     "optim/channels.py": ["optim/test_channels.py", "optim/test_recorder.py", "kernels/test_rows_kernels.py"],
     "optim/weight_decay_free_adamw.py": ["optim/test_refusals.py", "optim/test_weight_decay_free.py"],
     "optim/equilibrium.py": ["optim/test_refusals.py", "optim/test_equilibrium.py"],

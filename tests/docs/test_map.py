@@ -12,7 +12,7 @@ import pytest
 
 import normmatters as nm
 from normmatters.lab.claims import CLAIMS
-from support.markdown_pages import ROOT, links, name, read
+from support.markdown_pages import ROOT, links, read
 
 DOCS = ROOT / "docs"
 README = read(ROOT / "README.md")
@@ -151,9 +151,3 @@ def test_api_pages_show_every_public_name() -> None:
     assert set(nm.__all__) - {"__version__"} <= tails
     pages = {page.name for page in (DOCS / "api").glob("*.md")} - {"index.md"}
     assert pages <= set(links(read(DOCS / "api" / "index.md")))
-
-
-def test_every_page_is_in_the_nav() -> None:
-    nav = read(ROOT / "mkdocs.yml").partition("\nnav:")[2]
-    pages = {name(page).removeprefix("docs/") for page in DOCS.rglob("*.md")} - {"results.md"}
-    assert {page for page in pages if not page.startswith("recipes/")} <= set(re.findall(r"[\w/-]+\.md", nav))

@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from normmatters.kernels import emulation
+from normmatters.kernels.cpu import DTYPES
+from normmatters.kernels.cpu import why_not as why_not_library
 from normmatters.kernels.operators import needs_operators
 from normmatters.norm import Norm
 
@@ -30,7 +32,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class Backend(NamedTuple):
-    """``name`` is ``"triton"``, ``"hand-derived"``, ``"plain"`` or ``"arithmetic"``; ``reason`` says why not faster.
+    """``name`` is ``"triton"``, ``"cpu"``, ``"hand-derived"``, ``"plain"`` or ``"arithmetic"``; ``reason``: why no faster.
 
     >>> Backend("plain", "in evaluation the module is torch's own batch norm").name
     'plain'
@@ -50,6 +52,8 @@ def find_triton() -> str:
 
 
 TRITON_MISSING = find_triton()
+#: Why there are no native CPU kernels in this process; empty if there are.
+NATIVE_MISSING = why_not_library()
 # Triton's interpreter (TRITON_INTERPRET=1) runs the kernels on a CPU, thousands of times slower than the equations do:
 # the kernels' own tests ask for it, and nothing else should get it for having the variable set.
 INTERPRETED = os.environ.get("NORMMATTERS_KERNELS") == "interpret"
@@ -107,6 +111,24 @@ def why_not_triton(input: Tensor) -> str:
         return f"the input is on {input.device.type}, and the kernels run on CUDA devices"
     if input.dtype not in _DTYPES:
         return f"the kernels take float16, bfloat16 and float32, the input is {input.dtype}"
+    return _why_no_kernel(input)
+
+
+def why_not_native(input: Tensor) -> str:
+    """Why no native CPU kernel can take this input; empty if one can."""
+    if input.device.type != "cpu":
+        return f"the input is on {input.device.type}, and the native kernels run on a CPU"
+    if INTERPRETED:
+        return "NORMMATTERS_KERNELS=interpret asks for Triton's interpreter"
+    if NATIVE_MISSING:
+        return NATIVE_MISSING
+    if input.dtype not in DTYPES:
+        return f"the native kernels take float16, bfloat16, float32 and float64, the input is {input.dtype}"
+    return _why_no_kernel(input)
+
+
+def _why_no_kernel(input: Tensor) -> str:
+    """What kernels of either kind cannot take."""
     if type(input) is not Tensor and has_no_memory(input):
         return f"a {type(input).__name__} has no memory of its own"
     if input.numel() == 0:
@@ -120,6 +142,7 @@ def why_not_triton(input: Tensor) -> str:
 
 
 TRITON = Backend("triton", "")
+NATIVE = Backend("cpu", "")
 _EMULATED = Backend("arithmetic", "normmatters.precision.arithmetic is active")
 
 
@@ -226,11 +249,18 @@ def layer_norm_backend(input: Tensor, normalized_shape: Sequence[int], norm: Nor
 
     Example::
 
-        >>> layer_norm_backend(torch.randn(8, 16), [16], Norm(1)).reason
-        'the input is on cpu, and the kernels run on CUDA devices'
+        >>> layer_norm_backend(torch.randn(8, 16), [16], Norm("range")).name
+        'plain'
     """
     if emulation.open_contexts and emulation.active() is not None:
         return _EMULATED
+    if input.device.type == "cpu" and not _runs_kernels(input.device):
+        reason = why_not_native(input)
+        if not reason:
+            from normmatters.kernels.cpu import layer_norm as native
+
+            reason = native.why_not(input, normalized_shape, norm)
+        return Backend("plain", reason) if reason else NATIVE
     reason = why_not_triton(input)
     if not reason:
         from normmatters.kernels.triton import layer_norm

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -242,12 +242,16 @@ def layer_norm(
         tensor([-0.7979,  0.7979])
     """
     backend = layer_norm_backend(input, normalized_shape, norm)
-    if backend.name == "triton":
-        from normmatters.kernels.triton import layer_norm as triton_layer_norm
-
+    if backend.name in ("triton", "cpu"):
         check_layer_norm(input, normalized_shape, norm, weight, bias)
         _check_plain(weight, bias)
-        return triton_layer_norm.layer_norm(input, normalized_shape, norm, weight, bias, centered=centered)
+        kernels: Any
+        if backend.name == "triton":
+            from normmatters.kernels.triton import layer_norm as kernels
+        else:
+            from normmatters.kernels.cpu import layer_norm as kernels
+        output: Tensor = kernels.layer_norm(input, normalized_shape, norm, weight, bias, centered=centered)
+        return output
     arithmetic = emulation.active()
     if arithmetic is not None:
         return arithmetic.layer_norm(input, normalized_shape, norm, weight, bias, centered=centered)

@@ -17,6 +17,7 @@ import logging
 import os
 import platform
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -24,7 +25,7 @@ __all__ = ["DTYPES", "Library", "library", "warn_if_missing", "why_not"]
 
 logger = logging.getLogger("normmatters.kernels")
 
-VERSION = 2  # of the C interface; CMakeLists.txt reads it here
+VERSION = 3  # of the C interface; CMakeLists.txt reads it here
 
 #: The dtypes of the kernels and their numbers in C (DType in native/common.h).
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
@@ -32,7 +33,7 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 
 #: By what `nm_processor` returns.
 _ISAS = ("baseline", "avx2", "avx512")
 
-_C_TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "d": ctypes.c_double}
+_C_TYPES: dict[str, Any] = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "d": ctypes.c_double}
 
 
 class Library:
