@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from normmatters.kernels import emulation
 from normmatters.kernels.cpu import DTYPES
 from normmatters.kernels.cpu import why_not as why_not_library
+from normmatters.kernels.memory_format import memory_format
 from normmatters.kernels.operators import needs_operators
 from normmatters.norm import Norm
 
@@ -32,7 +33,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class Backend(NamedTuple):
-    """``name`` is ``"triton"``, ``"cpu"``, ``"hand-derived"``, ``"plain"`` or ``"arithmetic"``; ``reason``: why no faster.
+    """Which backend: ``"triton"``, ``"cpu"``, ``"hand-derived"``, ``"plain"``, ``"arithmetic"``; why not a faster one.
 
     >>> Backend("plain", "in evaluation the module is torch's own batch norm").name
     'plain'
@@ -189,7 +190,6 @@ def why_not_batch_norm_kernel(input: Tensor, norm: Norm) -> str:
     if norm.kind in ("l1", "l2", "mean"):
         return ""
     from normmatters.kernels.triton.batch_norm import select
-    from normmatters.kernels.triton.batch_norm.layout import memory_format
 
     if norm.kind == "lp":
         return "there are kernels for p = 1, 2, inf, Top(k), range and mean-only, not for a general p"
@@ -204,7 +204,7 @@ def why_not_batch_norm_kernel(input: Tensor, norm: Norm) -> str:
 
 
 def why_too_large(input: Tensor) -> str:
-    from normmatters.kernels.triton.batch_norm.layout import MAX_COLS, MAX_ROWS, memory_format
+    from normmatters.kernels.triton.batch_norm.layout import MAX_COLS, MAX_ROWS
 
     channel, image = input.numel() // input.shape[1], input.numel() // input.shape[0]
     if channel > MAX_ROWS:

@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch._prims_common import suggest_memory_format
 
+from normmatters.kernels.memory_format import memory_format
 from normmatters.kernels.triton.launch import Launch, cached_plan
 from normmatters.norm import Norm
 
@@ -75,17 +75,6 @@ class Tiling(NamedTuple):
     def entries(self, view: View) -> int:
         """Partial sums a split."""
         return -(-view.cols // self.group)
-
-
-def memory_format(x: Tensor) -> torch.memory_format:
-    """The format in which ``x`` (and everything shaped like it) is handed to the kernels."""
-    if x.is_contiguous():
-        return torch.contiguous_format
-    if x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last):
-        return torch.channels_last
-    if x.dim() == 5 and x.is_contiguous(memory_format=torch.channels_last_3d):
-        return torch.channels_last_3d
-    return suggest_memory_format(x)  # it is copied: into the layout that torch's batch norm would take
 
 
 def dense(x: Tensor) -> Tensor:
