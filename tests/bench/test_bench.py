@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -294,6 +295,14 @@ def test_the_command_refuses_what_it_does_not_know(tmp_path: Path, capsys: pytes
     assert "File exists" in capsys.readouterr().err
     with pytest.raises(ValueError, match="no row is called fp16 and 256x64x56x56 in a smoke run"):
         bench.run(["layers"], smoke=True, device="cpu", only=["fp16", "256x64x56x56"])  # it had passed, with no row
+
+
+def test_a_smoke_run_says_that_its_times_mean_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    """It printed "0.22×" for a tensor of 2,304 elements."""
+    assert bench.run(["layers"], smoke=True, device="cpu", only=["fp16", "cl", "relu", "native", "l1"]) == 0
+    printed = capsys.readouterr().out
+    assert "mean nothing" in printed
+    assert not re.search(r"\d×", printed)
 
 
 def test_smoke_writes_no_file_unless_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

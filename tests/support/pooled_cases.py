@@ -9,8 +9,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from normmatters.functional import lp_batch_norm
+from normmatters.nn.batchnorm import L1BatchNorm2d
 from support import called
 from support.batch_norm_cases import DEVICE, EPS, MOMENTUM, Result, affine, compare
+
+
+class PooledNorm(L1BatchNorm2d):
+    """A norm whose every call pools."""
+
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+        output: Tensor = self.forward_linked(input, residual, linked=False, pooled=True)[0]
+        return output
 
 
 def pooled(x: Tensor, weight, bias, g: Tensor, constant: str | float = "exact") -> Result:

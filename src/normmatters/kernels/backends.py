@@ -33,7 +33,9 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class Backend(NamedTuple):
-    """Which backend: ``"triton"``, ``"cpu"``, ``"hand-derived"``, ``"plain"``, ``"arithmetic"``; why not a faster one.
+    """``name`` is ``"triton"``, ``"cpu"``, ``"hand-derived"``, ``"plain"`` or ``"arithmetic"``.
+
+    ``reason`` says why no faster one serves.
 
     >>> Backend("plain", "in evaluation the module is torch's own batch norm").name
     'plain'

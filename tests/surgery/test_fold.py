@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -140,9 +141,17 @@ class Branch(Twice):
         return self.bn(y) + y
 
 
-class Untraceable(Twice):
+class Twofold(Twice):
     def forward(self, x: Tensor) -> Tensor:
         return self.bn(self.conv(x)) if x.sum() > 0 else self.conv(x)
+
+
+class Unreadable(Twice):
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            return self.bn(self.conv(x))
+        except ValueError:
+            return x
 
 
 class OneByOne(nn.Module):
@@ -183,8 +192,9 @@ def shared_norm() -> nn.Module:
     [
         (Twice, "used at several places"),
         (Branch, "is used again"),
-        (Untraceable, "Untraceable cannot be traced"),
-        (OneByOne, "no layer in front of it"),
+        (Twofold, "used at several places"),
+        (Unreadable, "Unreadable.forward cannot be read"),
+        (OneByOne, "used at several places"),
         (with_hook, "hooks see"),
         (hooked_sequential, "the Sequential that it is in has hooks"),
         (lambda: nn.Sequential(MyConv(3, 3, 1), nm.L1BatchNorm2d(3)), "MyConv is a subclass"),
@@ -245,3 +255,27 @@ def test_in_place_and_wrong_input() -> None:
     with pytest.raises(TypeError, match="got list"):
         nm.fold([model])  # type: ignore[arg-type]
     assert type(nm.fold(nm.L1BatchNorm2d(3).eval())) is nn.BatchNorm2d
+
+
+class Holds(nn.Module):
+    """Calls a part of its backbone in a way that its forward does not show."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.ReLU())
+        self.held = {"first": self.backbone[0]}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.held["first"](self.backbone(x))
+
+
+def test_outputs_are_checked_for_an_example() -> None:
+    model = trained(Holds(), 4, 3, 5, 5)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match="example_input"):
+        nm.fold(model, example_input=_input((2, 3, 5, 5)))
+    assert model.state_dict().keys() == before.keys()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    plain = trained(vgg_bn().double(), 4, 3, 8, 8)
+    assert nm.fold(plain, example_input=(_input((2, 3, 8, 8)),)) is plain
+    assert type(plain[0][1]) is nn.Identity

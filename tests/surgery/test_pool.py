@@ -1,4 +1,4 @@
-"""The max pool behind a norm and its ReLU: which ones an L1 norm takes over, that nothing changes, and the way back."""
+"""The max pool after a norm and its ReLU: which ones run together with an L1 norm, and that nothing changes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.testing import assert_close
 
+from normmatters.nn import LpBatchNorm2d
 from normmatters.nn.sync import convert_sync_batchnorm
 from normmatters.surgery import ConversionReport, convert, fold, to_torch
-from normmatters.surgery.fused import FusedMaxPool2d, FusedReLU
 from support.blocks import Block
 from support.models import BasicBlock, ResNet, TimmResNet
 
@@ -150,16 +150,22 @@ def test_taken_over(model, norm):
     fusion = fusion_of(converted)
     assert fusion[norm] == TAKEN
     assert list(fusion.values()).count(TAKEN) == 1
-    assert converted.get_submodule(norm).pool == "max"
-    assert sum(isinstance(module, FusedMaxPool2d) for module in converted.modules()) == 1
-    assert not any(type(module) is nn.MaxPool2d for module in converted.modules())
+    assert any(type(module) is nn.MaxPool2d for module in converted.modules())
+    assert pooled_calls(converted) == 1
 
 
-def test_of_a_resnet_only_the_placeholders_are_new():
-    model = convert(ResNet(BasicBlock), "l1")
-    assert not model.fusion_program.train  # its own forward
-    assert (type(model.relu), type(model.maxpool)) == (FusedReLU, FusedMaxPool2d)
-    assert convert(FunctionalReLU(), "l1").fusion_program.train
+def pooled_calls(model: Any) -> int:
+    """How often a norm is asked to pool as well."""
+    seen: list[bool] = []
+    for norm in (module for module in model.modules() if isinstance(module, LpBatchNorm2d)):
+
+        def forward_linked(*args: Any, forward: Any = norm.forward_linked, pooled: bool = False, **options: Any) -> Any:
+            seen.append(pooled)
+            return forward(*args, pooled=pooled, **options)
+
+        norm.forward_linked = forward_linked
+    model(torch.randn(2, 3, 12, 8, dtype=torch.float64))
+    return sum(seen)
 
 
 # What is not ---------------------------------------------------------------------------------------------------------
@@ -182,32 +188,38 @@ def test_of_a_resnet_only_the_placeholders_are_new():
 def test_other_pools_stay(pool):
     model = stem(pool)
     assert fusion_of(model) == {"1": "relu"}
-    assert model[-1] is pool
-    assert model[1].pool is None
+    assert pooled_calls(model) == 0
 
 
 def test_a_pool_that_gives_indices_stays():
-    assert convert(stem(nn.MaxPool2d(3, 2, 1, return_indices=True)), "l1")[1].pool is None
+    model = convert(stem(nn.MaxPool2d(3, 2, 1, return_indices=True)), "l1")
+    output, indices = model(torch.randn(2, 3, 8, 8))
+    assert (output.shape, indices.dtype) == ((2, 4, 4, 4), torch.int64)
 
 
 @pytest.mark.parametrize(
-    ("model", "fused"),
+    ("model", "fused", "calls"),
     [
-        (PoolFunction, "relu"),
-        (ReluIsUsedAgain, "relu"),
-        (PoolIsUsedAgain, "relu"),
-        (PoolHasTwoNames, "relu"),
-        (TrainingOnly, "relu"),
-        (FeaturesBeforePool, "relu"),
-        (AddFirst, "add + relu"),
+        (PoolFunction, "relu", 0),
+        (ReluIsUsedAgain, "relu", 0),
+        (AddFirst, "add + relu", 0),
+        (PoolIsUsedAgain, TAKEN, 1),
+        (PoolHasTwoNames, TAKEN, 1),
+        (TrainingOnly, "relu", 0),
+        (FeaturesBeforePool, TAKEN, 1),
     ],
 )
-def test_pools_with_another_use_stay(model, fused):
-    assert fusion_of(model()) == {"bn": fused}
+def test_pools_with_another_use(model, fused, calls):
+    converted = model()
+    assert fusion_of(converted) == {"bn": fused}
+    if isinstance(converted, FeaturesBeforePool):
+        x = torch.randn(2, 3, 8, 8, dtype=torch.float64)
+        assert_close(converted.features(x).shape, x.shape)
+    assert pooled_calls(converted) == calls
 
 
-def test_a_pool_that_another_module_calls_stays():
-    assert fusion_of(SharedPool()) == {"stem.bn": "relu"}
+def test_a_pool_that_another_module_calls():
+    assert fusion_of(SharedPool()) == {"stem.bn": TAKEN}
 
 
 @pytest.mark.parametrize("norm", ["l2", "linf", 1.5])
@@ -222,15 +234,13 @@ def test_hooks_on_the_pool_keep_it():
     convert(model, "l1")
     model(torch.randn(2, 3, 8, 8))
     assert seen == [(2, 4, 8, 8)]
-    hooked = Stem()
+    hooked = Stem().double()
     hooked.pool.register_forward_pre_hook(lambda module, inputs: None)
-    assert convert(hooked, "l1").bn.pool is None
+    assert pooled_calls(convert(hooked, "l1")) == 0
 
 
 def test_without_fusion_all_stay():
-    model = convert(stem(), "l1", fuse=False)
-    assert model[1].pool is None
-    assert type(model[3]) is nn.MaxPool2d
+    assert pooled_calls(convert(stem().double(), "l1", fuse=False)) == 0
 
 
 # And back ------------------------------------------------------------------------------------------------------------
@@ -247,14 +257,12 @@ def test_back(make):
     back = to_torch(convert(model, "l1")).eval()
     assert [type(module) for module in back.modules()] == classes
     assert [repr(module) for module in back.modules() if isinstance(module, nn.MaxPool2d)] == settings
-    assert not any("pool" in vars(module) for module in back.modules())
     assert_close(back(x), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_back_and_there_again():
-    model = convert(to_torch(convert(stem(), "l1")), "l1")
-    assert model[1].pool == "max"
-    assert type(model[3]) is FusedMaxPool2d
+    model = convert(to_torch(convert(stem().double(), "l1")), "l1")
+    assert pooled_calls(model) == 1
 
 
 def test_a_hook_on_the_norm_does_not_cost_the_pool():
@@ -264,12 +272,6 @@ def test_a_hook_on_the_norm_does_not_cost_the_pool():
     expected = model(x)
     model[1].register_forward_hook(lambda module, inputs, output: None)
     assert_close(to_torch(model)(x), expected)
-
-
-def test_a_norm_without_its_model_is_kept():
-    norm = convert(stem(), "l1")[1]
-    with pytest.warns(UserWarning, match="it has taken over a max pool"):
-        assert to_torch(norm) is norm
 
 
 def test_a_pool_of_ones_own_is_no_concern_of_the_way_back():

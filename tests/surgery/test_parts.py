@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 
 from normmatters.nn.sync import convert_sync_batchnorm
 from normmatters.surgery import ConversionReport, convert, fold, to_torch
@@ -243,46 +245,93 @@ def row() -> nn.Module:
     return nn.Sequential(*conv_norm(), nn.ReLU())
 
 
-ALONE = "a part of its block is called alone"
+class SharedInBlock(nn.Module):
+    """One in-place ReLU, in the block's Sequential and after its add."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        relu = nn.ReLU(inplace=True)
+        self.body = nn.Sequential(*conv_norm(), relu, *conv_norm())
+        self.relu = relu
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.relu(self.body(x) + x)  # type: ignore[no-any-return]
+
+
+class Slices(nn.Module):
+    """A backbone's Sequential, by slices, by its parts and by their names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = row()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.backbone[:2](x)
+        z = self.backbone.get_submodule("1")(y)
+        for module in self.backbone[1:]:
+            z = module(z)
+        return z + self.backbone[2](y) + dict(self.backbone.named_modules())["1"](x)  # type: ignore[no-any-return]
+
+
+def norm_of(block: Any, x: Tensor) -> Tensor:
+    """A function outside of the class."""
+    return block.bn(block.conv(x))  # type: ignore[no-any-return]
+
+
+class ByFunction(ByName):
+    def forward(self, x: Tensor) -> Tensor:
+        return norm_of(self.block, x) - self.block(x).mean()  # type: ignore[no-any-return]
+
+
+class ByBoundMethod(ByName):
+    def forward(self, x: Tensor) -> Tensor:
+        block: Any = self.block
+        y = block.bn.forward(block.conv(x))
+        norm = block.bn
+        z = checkpoint(norm, y, use_reentrant=False)
+        return self.block(x).mean() + functools.partial(block.bn)(z)  # type: ignore[no-any-return]
+
+
+class Holds(ConvNormReLU):
+    """Holds its norm in places that PyTorch knows nothing of, and calls it from there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.table = {self.bn: 2}
+        y = self.bn(self.conv(x))
+        ((norm, times),) = self.table.items()
+        y = norm(y) * times
+        return self.relu(y)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(
-    ("make", "fused", "note"),
+    "make",
     [
-        (PlainList, "relu", ""),
-        (lambda: Untraceable(Stem()), "", ALONE),
-        (lambda: ByName(Stem()), "", ALONE),
-        (lambda: ByMethod(Stem()), "", ALONE),
-        (lambda: ByProperty(Stem()), "", ALONE),
-        (lambda: InTurn(row()), "", ALONE),
-        (lambda: ByNumber(row()), "", ALONE),
-        (lambda: ByLocalName(NamedAsTensorsMethod()), "", ALONE),
-        (lambda: Whole(NamedAsTensorsMethod()), "relu", ""),
-        (lambda: Whole(row()), "relu", ""),
-        (lambda: Whole(Stem()), "relu + max pool", ""),
-        (PartAlone, "", ALONE),
-        (WholeBlockAlone, "relu", ""),
-        (OfAHolder, "relu", ""),
-        (ReluOfSequential, "", "the ReLU behind it has other uses"),
-        (PoolOfSequential, "relu", ""),
-        (ReluOfBlock, "relu", ""),
-        (shared_list, "relu", ""),
-        (lambda: shared_sequential(nn.ReLU), "", "the ReLU behind it has other uses"),
-        (lambda: shared_sequential(lambda: nn.MaxPool2d(3, 2, 1)), "relu", ""),
-        (lambda: with_another_forward(nn.ReLU), "", "no ReLU behind it was found"),
-        (lambda: with_another_forward(nn.Identity), "", "no ReLU behind it was found"),
-        (lambda: with_another_forward(nn.MaxPool2d, 3, 2, 1), "relu", ""),
-        (hooked_sequential, "", "the Sequential that it is in has hooks, or another forward"),
+        PlainList,
+        *(lambda kind=kind: kind(Stem()) for kind in (Untraceable, ByName, ByMethod, ByProperty, Whole, ByFunction)),
+        lambda: ByBoundMethod(Stem()),
+        *(lambda kind=kind: kind(row()) for kind in (InTurn, ByNumber, Whole)),
+        *(lambda kind=kind: kind(NamedAsTensorsMethod()) for kind in (ByLocalName, Whole)),
+        *(PartAlone, WholeBlockAlone, OfAHolder, ReluOfSequential, PoolOfSequential, ReluOfBlock, shared_list),
+        *(SharedInBlock, Slices, Holds),
+        lambda: shared_sequential(nn.ReLU),
+        lambda: shared_sequential(lambda: nn.MaxPool2d(3, 2, 1)),
+        lambda: with_another_forward(nn.ReLU),
+        lambda: with_another_forward(nn.Identity),
+        lambda: with_another_forward(nn.MaxPool2d, 3, 2, 1),
+        hooked_sequential,
     ],
 )
-def test_fusion_leaves_parts_with_other_uses(make: Callable[[], nn.Module], fused: str, note: str) -> None:
+@pytest.mark.parametrize("norm", ["l1", "l2"])
+def test_every_way_to_a_part_gives_what_it_gave(make: Callable[[], nn.Module], norm: str) -> None:
     torch.manual_seed(0)
     model = make().double()
     nn.init.normal_(next(m for m in model.modules() if isinstance(m, nn.BatchNorm2d)).bias)
-    plain = convert(copy.deepcopy(model), "l1", fuse=False)
-    report = ConversionReport()
-    model = convert(model, "l1", report=report)
-    assert [(change.fused, change.note) for change in report.changes] == [(fused, note)]
+    plain = convert(copy.deepcopy(model), norm, fuse=False)
+    model = convert(model, norm)
     for training in (True, False):
         assert_same_step(model.train(training), plain.train(training))
 
@@ -319,11 +368,6 @@ class Reads(ByName):
         return self.block(x) + self.block.conv.weight.sum()  # type: ignore[no-any-return, operator, union-attr]
 
 
-class ConvInMethod(ConvNormReLU):
-    def features(self, x: Tensor) -> Tensor:
-        return self.conv(x)
-
-
 class Outside(nn.Module):
     """Calls a block, and the convolution in it once more."""
 
@@ -341,16 +385,20 @@ def with_another_convolution() -> nn.Module:
     return model
 
 
+SEVERAL = "it or the layer in front of it is used at several places"
+
+
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (Tied, "its parameters, or those of the layer in front of it, are used on their own"),
-        (Outside, ALONE),
-        (ConvInMethod, ALONE),
-        (lambda: ByName(Stem()), ALONE),
-        (lambda: Reads(ConvNormReLU()), ALONE),
-        (lambda: InTurn(row()), ALONE),
+        (Tied, SEVERAL),
+        (Outside, SEVERAL),
+        (lambda: ByName(Stem()), SEVERAL),
+        (lambda: Reads(ConvNormReLU()), SEVERAL),
+        (lambda: InTurn(row()), SEVERAL),
+        (Slices, SEVERAL),
+        (lambda: ByFunction(Stem()), SEVERAL),
         (with_another_convolution, "hooks see its input or output, or a forward was replaced"),
     ],
 )
