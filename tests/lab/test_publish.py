@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from normmatters.lab.config import from_dict, run_path
-from normmatters.lab.publish import SECTIONS, END, publish, redraw
+from normmatters.lab.publish import END, SECTIONS, publish, redraw
 from normmatters.lab.report import collect, judge_all
 from normmatters.lab.run import train
 from support.lab_runs import small_run
