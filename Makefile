@@ -20,6 +20,7 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
 
 # Fails below 90 % coverage. Python 3.12 counts it at no cost; 3.11 takes half as long again.
 test: lint

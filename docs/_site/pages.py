@@ -27,6 +27,7 @@ _FENCE = re.compile(r"(^ *```.*?^ *```)", re.DOTALL | re.MULTILINE)
 # The tree beside every page: captions, pages in their order, and short titles. A page that is missing fails the build.
 TREE = {
     "Start": {
+        "methods": "Every method",
         "cli": "Command line",
         "contributing": "Contributing",
         "mutation": "Mutation check",
@@ -58,6 +59,7 @@ TREE = {
     "The paper": {
         "results": "Results",
         "paper-map": "The paper in code",
+        "speed": "Speed and memory",
         "kernels": "Kernels",
         "experiments/index": "Experiments",
     },

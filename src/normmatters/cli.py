@@ -367,7 +367,10 @@ def report(
     """
     from normmatters.lab.report import write_report
 
-    _show_report(Console(), write_report(runs, out))
+    console = Console()
+    with console.status("reading runs") as status:
+        written = write_report(runs, out, progress=status.update)
+    _show_report(console, written)
 
 
 @app.command(rich_help_panel="The paper")

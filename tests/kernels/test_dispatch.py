@@ -25,8 +25,7 @@ pytest.importorskip("triton")
 from normmatters import precision
 from normmatters.functional import lp_batch_norm, lp_layer_norm
 from normmatters.kernels import backends, dispatch
-from normmatters.kernels.triton import batch_norm_statistics as kernels
-from normmatters.kernels.triton import layout
+from normmatters.kernels.triton.batch_norm import layout, select
 from normmatters.nn import L1BatchNorm1d, L1LayerNorm, L1RMSNorm
 from normmatters.norm import Norm
 from support.batch_norm_cases import DEVICE, EPS, KINDS
@@ -62,7 +61,7 @@ def test_reasons(arguments, name, reason):
 
 
 def test_too_many_groups(monkeypatch):
-    monkeypatch.setattr(kernels, "MAX_GROUPS", 0)
+    monkeypatch.setattr(select, "MAX_GROUPS", 0)
     backend = called.backend(X, p="range")
     assert backend.name == "hand-derived"
     assert "groups a channel are more than the 0" in backend.reason

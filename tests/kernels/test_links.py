@@ -13,7 +13,8 @@ from torch.nn.modules.module import register_module_forward_hook
 pytest.importorskip("triton")
 
 from normmatters import L1BatchNorm2d
-from normmatters.kernels import ops, twin_ops
+from normmatters.kernels.triton.batch_norm import gradient as gradient_module
+from normmatters.kernels.triton.batch_norm import twin
 from normmatters.surgery import convert, to_torch
 from normmatters.surgery.blocks import FusedBlock
 from support.residual_block import DEVICE, Block
@@ -43,8 +44,8 @@ def links(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
         monkeypatch.setattr(kernels, "gradient", watched)
 
-    watch(ops.batch_norm_gradient)
-    watch(twin_ops.kernels)
+    watch(gradient_module)
+    watch(twin)
     return seen
 
 
@@ -202,13 +203,13 @@ def test_a_link_to_what_was_changed_is_not_used(compiled, change, monkeypatch):
     torch._dynamo.reset()
     first, second = (L1BatchNorm2d(4, act="relu", device=DEVICE) for _ in range(2))
     used = []
-    gradient = ops.batch_norm_gradient.gradient
+    gradient = gradient_module.gradient
 
     def watched(g, link, *rest, **options):
         used.append(link is not None and bool(link.any()))  # a compiled graph has zeros in place of None
         return gradient(g, link, *rest, **options)
 
-    monkeypatch.setattr(ops.batch_norm_gradient, "gradient", watched)
+    monkeypatch.setattr(gradient_module, "gradient", watched)
 
     def begin(x, linked):
         z, link = first.forward_linked(x, linked=linked)

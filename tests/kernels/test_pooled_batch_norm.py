@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,9 +12,9 @@ from torch.nn import functional as F
 pytest.importorskip("triton")
 
 from normmatters import precision
-from normmatters.kernels import dispatch, pooled_ops  # noqa: F401 (registers the operators)
-from normmatters.kernels.triton import pooled_batch_norm as kernels
-from normmatters.kernels.triton.layout import Tiling
+from normmatters.kernels import dispatch
+from normmatters.kernels.triton.batch_norm import pooled as kernels
+from normmatters.kernels.triton.batch_norm.layout import Tiling
 from normmatters.nn.batchnorm import L1BatchNorm2d
 from normmatters.norm import Norm
 from support import called
@@ -24,7 +23,7 @@ from support.pooled_cases import PooledNorm, check, few_values, parameters, pool
 
 
 @pytest.fixture
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def small_tiles(monkeypatch: pytest.MonkeyPatch, fresh_plans: None) -> None:
     """Tiles of 4 windows and 4 channels, and at most 3 programs over the windows: small tensors meet every edge."""
     whole = kernels.tiling_of
 
@@ -33,10 +32,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         tiles = -(-shape.windows // 4)
         return tiling._replace(block_c=min(tiling.block_c, 4), block_r=4, tiles=tiles, splits=min(tiles, 3))
 
-    kernels._plan.cache_clear()
     monkeypatch.setattr(kernels, "tiling_of", cut)
-    yield
-    kernels._plan.cache_clear()
 
 
 # Values and gradients ------------------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ class NormLayer(NamedTuple):
     ``becomes`` is the class that would take its place, None where it would stay, ``""`` where a checkpoint alone cannot
     tell; ``fused`` is ``""``, ``"relu"``, ``"add + relu"`` or ``"relu + max pool"``; ``note`` says why if that is not
     all one could wish for.
-    ``input`` is the shape that came in, ``tails`` σ ÷ C·mean|S| of it, a channel or a token: the factor by which an L1
+    ``input`` is the shape that came in, ``tails`` σ ÷ C·mean|S| of it, per channel or token: the factor by which an L1
     norm's output is larger than an L2 norm's (see :mod:`normmatters.tails`).
 
     >>> NormLayer("bn", "BatchNorm2d", becomes="L1BatchNorm2d", fused="relu").becomes
@@ -67,7 +67,7 @@ class NormLayer(NamedTuple):
 
 
 class Spread(NamedTuple):
-    """The smallest, the median and the largest of one number a channel.
+    """The smallest, the median and the largest of one number per channel.
 
     >>> Spread.of(torch.tensor([3.0, 1.0, 2.0]))
     Spread(smallest=1.0, median=2.0, largest=3.0)
@@ -87,7 +87,7 @@ class Weight(NamedTuple):
     """One weight: is its length without effect, and how large is its effective step?
 
     ``invariant`` is what the test found in words (None: not tested), ``dim`` the channel dimension that norms are taken
-    along. ``step`` is η/‖w‖² a channel (F2); None for a weight whose length does act on the output, if only in some
+    along. ``step`` is η/‖w‖² per channel (F2); None for a weight whose length does act on the output, if only in some
     channels, or by itself.
 
     >>> Weight("fc.weight", (10, 512), "no", 0, Spread(0.9, 1.0, 1.1)).step is None
@@ -168,7 +168,7 @@ class Diagnosis:
         ]
 
     def summary(self) -> list[str]:
-        """What it comes to, a sentence a line."""
+        """What it comes to, one sentence per line."""
         converted = [n for n in self.norms if n.becomes]
         fused = sum(bool(n.fused) for n in converted)
         lines = []
@@ -194,14 +194,14 @@ class Diagnosis:
         tested = [w for w in self.weights if w.invariant is not None]
         if tested:
             steps = sum(w.step is not None for w in tested)
-            found = f"{steps} of {len(tested)} weights are scale invariant"
-            lines.append(f"{found}: weight decay acts on their step size alone.")
+            effect = ": weight decay acts on their step size alone." if steps else "."
+            lines.append(f"{steps} of {len(tested)} weights are scale invariant{effect}")
         r = self.recipe
-        if r.lr * r.weight_decay > 0:
+        if r.lr * r.weight_decay > 0 and (not tested or any(w.step is not None for w in tested)):
             steps_there = steps_to_equilibrium(r.lr, r.weight_decay, r.momentum)
             lines.append(
                 f"At lr {r.lr:g}, weight decay {r.weight_decay:g}, momentum {r.momentum:g}, scale-invariant weights "
-                f"turn by {r.angle:.4g} rad a step once norms have settled, in about {steps_there:.4g} steps."
+                f"turn by {r.angle:.4g} rad per step once norms have settled, in about {steps_there:.4g} steps."
             )
         return lines + [f"Note: {note}" for note in self.notes]
 
@@ -273,7 +273,7 @@ def diagnose(
     """Look at a model's norms and weights; the model, its gradients and statistics stay as they are.
 
     Args:
-        model: a module, or a ``state_dict``, of which only names and lengths can be told.
+        model: a module, or a ``state_dict``, which tells only names and lengths.
         example_input: a tensor (N, ...), a tuple of positional or a dict of keyword arguments. Without it neither
             scale invariance nor memory is found. Memory is counted at its shape; invariance is tested on the first 8
             samples.
@@ -293,7 +293,7 @@ def diagnose(
         >>> found = diagnose(model, torch.randn(16, 3, 8, 8))
         >>> [(layer.name, layer.norm, layer.becomes, layer.fused) for layer in found.norms]
         [('1', 'BatchNorm2d', 'L1BatchNorm2d', 'relu')]
-        >>> found.norms[0].kept.now == 16 * 8 * 6 * 6 * 4 + 2 * 8 * 4  # the input, and two numbers a channel
+        >>> found.norms[0].kept.now == 16 * 8 * 6 * 6 * 4 + 2 * 8 * 4  # the input, and two numbers per channel
         True
         >>> [(weight.name, weight.invariant) for weight in found.weights]
         [('0.weight', 'channel, dim 0'), ('3.weight', 'no')]
@@ -334,10 +334,9 @@ def diagnose(
     norms = []
     for name, kind in _norms(model):
         change = changes.get(name)
-        left = "left as it is unless layer_norm is given" if kind == "LayerNorm" else ""
-        plan = (
-            {"note": left} if change is None else {"becomes": change.after, "fused": change.fused, "note": change.note}
-        )
+        plan = {"note": "not a layer that convert replaces"}
+        if change is not None:
+            plan = {"becomes": change.after, "fused": change.fused, "note": change.note}  # type: ignore[dict-item]
         seen: Any = {"input": inputs.get(name), "kept": kept.get(name), "tails": measured.get(name)}
         norms.append(NormLayer(name, kind, **plan, **seen))  # type: ignore[arg-type]
     weights = _weights(model, example_input if invariance else None, lr, notes)
@@ -380,8 +379,8 @@ def _weights(model: nn.Module, example_input: Any, lr: float, notes: list[str]) 
         invariance = None if found is None else found.get(name)
         steps = invariance is None or invariance.complete
         dim = dims[name] if invariance is None or invariance.granularity is None else invariance.dim
-        said = None if invariance is None else str(invariance)
-        weights.append(_weight(name, w, said, dim, lr if steps else None))
+        words = None if invariance is None else str(invariance)
+        weights.append(_weight(name, w, words, dim, lr if steps else None))
     return tuple(weights)
 
 

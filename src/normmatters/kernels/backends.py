@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from normmatters.kernels import emulation
 from normmatters.kernels.cpu import DTYPES
 from normmatters.kernels.cpu import why_not as why_not_library
+from normmatters.kernels.memory_format import memory_format
 from normmatters.kernels.operators import needs_operators
 from normmatters.norm import Norm
 
@@ -32,7 +33,9 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class Backend(NamedTuple):
-    """``name``: ``"triton"``, ``"cpu"``, ``"hand-derived"``, ``"plain"`` or ``"arithmetic"``; ``reason``: why no faster.
+    """``name`` is ``"triton"``, ``"cpu"``, ``"hand-derived"``, ``"plain"`` or ``"arithmetic"``.
+
+    ``reason`` says why no faster one serves.
 
     >>> Backend("plain", "in evaluation the module is torch's own batch norm").name
     'plain'
@@ -188,23 +191,22 @@ def why_not_batch_norm_kernel(input: Tensor, norm: Norm) -> str:
             return reason
     if norm.kind in ("l1", "l2", "mean"):
         return ""
-    from normmatters.kernels.triton import batch_norm_statistics as kernels
-    from normmatters.kernels.triton.layout import memory_format
+    from normmatters.kernels.triton.batch_norm import select
 
     if norm.kind == "lp":
         return "there are kernels for p = 1, 2, inf, Top(k), range and mean-only, not for a general p"
-    if norm.k is not None and norm.k > kernels.MAX_K:
-        return f"the Top(k) kernel takes k <= {kernels.MAX_K}, got k={norm.k}"
+    if norm.k is not None and norm.k > select.MAX_K:
+        return f"the Top(k) kernel takes k <= {select.MAX_K}, got k={norm.k}"
     if input.dim() >= 2:
         contiguous = memory_format(input) is torch.contiguous_format  # or will be, by a copy
         groups = _groups(_sizes(input), contiguous, input.element_size(), norm.k or 1)
-        if groups > kernels.MAX_GROUPS:
-            return f"{groups} groups a channel are more than the {kernels.MAX_GROUPS} that the selection kernel holds"
+        if groups > select.MAX_GROUPS:
+            return f"{groups} groups a channel are more than the {select.MAX_GROUPS} that the selection kernel holds"
     return ""
 
 
 def why_too_large(input: Tensor) -> str:
-    from normmatters.kernels.triton.layout import MAX_COLS, MAX_ROWS, memory_format
+    from normmatters.kernels.triton.batch_norm.layout import MAX_COLS, MAX_ROWS
 
     channel, image = input.numel() // input.shape[1], input.numel() // input.shape[0]
     if channel > MAX_ROWS:
@@ -225,10 +227,10 @@ def _sizes(input: Tensor) -> tuple[int, ...]:
 
 def _groups(shape: tuple[int, ...], contiguous: bool, itemsize: int, k: int) -> int:
     """Groups a channel of an input of this shape."""
-    from normmatters.kernels.triton import batch_norm_statistics as kernels
-    from normmatters.kernels.triton.layout import _view
+    from normmatters.kernels.triton.batch_norm import select
+    from normmatters.kernels.triton.batch_norm.layout import view_of_shape
 
-    return kernels.groups_of(_view(shape, contiguous), itemsize, k)
+    return select.groups_of(view_of_shape(shape, contiguous), itemsize, k)
 
 
 # To the compiler a number: it would look into the caches behind it, and warn of each.

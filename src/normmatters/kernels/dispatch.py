@@ -79,10 +79,11 @@ def linked_batch_norm(
     link: Tensor | None = None,
     linked: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """:func:`batch_norm`, and a link to its output if ``linked`` (see :mod:`normmatters.kernels.ops`), or None.
+    """:func:`batch_norm`, and a link to its output if ``linked``, or None.
 
-    ``link`` is what the batch norm that made ``residual`` returned with it. Only the kernels have links: elsewhere
-    ``link`` is ignored, and the residual's gradient is added by autograd.
+    ``link`` is what the batch norm that made ``residual`` returned with it. Only the kernels have links (see
+    :mod:`normmatters.kernels.triton.batch_norm.operator`): elsewhere ``link`` is ignored, and autograd adds the
+    residual's gradient.
 
     Example::
 
@@ -94,7 +95,7 @@ def linked_batch_norm(
     check_batch_norm(input, norm, weight, bias, running, training, residual=residual, act=act)
     backend = batch_norm_backend(input, norm, training=training)
     if backend is backends.TRITON:
-        from normmatters.kernels.ops import batch_norm as kernel  # of the module itself: quicker than of the package
+        from normmatters.kernels.triton.batch_norm.operator import batch_norm as kernel  # quicker than of the package
 
         _check_plain(running.mean, running.var, weight, bias, residual)
         if residual is not None and residual.dtype != input.dtype:
@@ -146,7 +147,7 @@ def pooled_batch_norm(
     if residual is None and batch_norm_backend(input, norm, training=training) is backends.TRITON:
         reason = why_not_pooled(input, norm, act)
         if not reason:
-            from normmatters.kernels.pooled_ops import pooled_batch_norm as kernel
+            from normmatters.kernels.triton.batch_norm.pooled import pooled_batch_norm as kernel
 
             check_batch_norm(input, norm, weight, bias, running, training, act=act)
             _check_plain(running.mean, running.var, weight, bias)
@@ -173,7 +174,7 @@ def twin_batch_norm(first: NormedInput, second: NormedInput, *, linked: bool = F
 
     For two L1 norms with the same ``memory``, on tensors of one shape, layout and dtype that the kernels serve.
     """
-    from normmatters.kernels.twin_ops import twin_batch_norm as kernel
+    from normmatters.kernels.triton.batch_norm.twin import twin_batch_norm as kernel
 
     in_kernel = []
     for one in (first, second):

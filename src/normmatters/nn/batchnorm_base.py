@@ -71,14 +71,11 @@ class LpBatchNorm(_NormBase):
         make = Norm if torch.compiler.is_compiling() else cached_norm
         return make(self.p, self.k, self.constant, self.eps, self.memory)
 
-    def forward(self, input: Tensor, residual: Tensor | None = None, *, apply_act: bool = True) -> Tensor:
-        """Normalize ``input``, (N, C, ...), add ``residual`` of the same shape if given, apply ``act`` if set.
-
-        Without ``apply_act`` the caller applies ``act``: after an addition that only the caller can do.
-        """
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Normalize ``input``, (N, C, ...), add ``residual`` of the same shape if given, apply ``act`` if set."""
         if isinstance(input, Proxy):
             return module_call(self, input, *(() if residual is None else (residual,)))
-        return self._batch_norm(input, residual, self.act if apply_act else None)[0]
+        return self._batch_norm(input, residual, self.act)[0]
 
     def forward_linked(
         self,

@@ -294,7 +294,7 @@ class _Rewriter:
             made = self._add(node.left, node.right, "+", last=self._is_last(node.left))
         elif isinstance(node, ast.IfExp):
             made = ast.IfExp(self._forced(node.test), self._deferring(node.body), self._deferring(node.orelse))
-        elif isinstance(node, ast.Call) and not isinstance(node.func, _SCOPES):
+        elif isinstance(node, ast.Call):
             made = self._call(node)
         else:
             made = self._forced(node)

@@ -8,12 +8,25 @@ reads the tensor once and a few thousand elements again, never sorts, and finds 
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
-from normmatters.kernels.triton.launch import wait_for_previous
-from normmatters.kernels.triton.scale import RANGE, write_statistics
-from normmatters.kernels.triton.tiles import ROWS, add_entries, typical
+from normmatters.kernels.triton.batch_norm import layout
+from normmatters.kernels.triton.batch_norm.layout import (
+    ROWS_PER_CODE,
+    Moved,
+    Tiling,
+    View,
+    next_power_of_2,
+    overlapping,
+)
+from normmatters.kernels.triton.batch_norm.tiles import KINDS, RANGE, ROWS, add_entries, middle_value, write_statistics
+from normmatters.kernels.triton.launch import Launch, wait_for_previous
+
+# Above these, ``select_kernel`` would need more registers or steps than it is worth.
+MAX_K = 64
+MAX_GROUPS = 16384
 
 
 @triton.jit
@@ -87,7 +100,7 @@ def select_kernel(
     total, _b, _c = add_entries(
         part_ptr, splits * entries, one, one < channels, splits, entries, per_channel, 1, 256, 1
     )
-    shift = typical(x_ptr, channel, channel < channels, rows, cols, spatial)
+    shift = middle_value(x_ptr, channel, channel < channels, rows, cols, spatial)
     mean = shift + tl.sum(total, axis=0) / n
 
     g = tl.arange(0, BLOCK_G)
@@ -157,3 +170,57 @@ def select_kernel(
         stats_ptr, running_mean_ptr, running_var_ptr, batches_ptr, channel, channel < channels, channels,
         mean, constant * statistic, momentum, eps, unbias, HAS_RUNNING, COUNTS, KIND,
     )  # fmt: skip
+
+
+# Launch ---------------------------------------------------------------------------------------------------------------
+
+
+def groups_of(view: View, itemsize: int, k: int) -> int:
+    """Groups per channel whose extremes ``select_kernel`` must hold."""
+    tiling = tiling_for_extremes(view, itemsize, k)
+    return tiling.splits * _groups_per_split(view, tiling, k)
+
+
+def _groups_per_split(view: View, tiling: Tiling, k: int) -> int:
+    return (tiling.block_r if k > 1 else 1) * view.spatial // tiling.group
+
+
+def tiling_for_extremes(view: View, itemsize: int, k: int) -> Tiling:
+    """The tiling of ``moments_kernel`` for L∞ (k = 1), Top(k) and range (k = 1)."""
+    # Top(k) has more groups per program, so it gets fewer programs: a channel's groups must fit into one. Of few
+    # channels a program has many rows, so that still fewer must do (16 channels: 64 groups per program).
+    tiling = layout.tiling_of(view, itemsize, 528 if k == 1 else 264)
+    most = max(1, MAX_GROUPS // _groups_per_split(view, tiling, k))
+    return tiling._replace(splits=min(tiling.splits, most))
+
+
+def select_launch(view: View, dtype: torch.dtype, tiling: Tiling, kind: str, k: int, moved: Moved) -> Launch:
+    """The launch of ``select_kernel``; ``k`` is 1 for L∞ and range."""
+    groups = groups_of(view, dtype.itemsize, k)
+    block_g = next_power_of_2(groups)
+    elements = -(-tiling.tiles // tiling.splits) * ROWS_PER_CODE * (1 if k > 1 else tiling.block_r) * tiling.group
+    return overlapping(
+        select_kernel,
+        (view.channels, 1),
+        {
+            **view.sizes,
+            "entries": tiling.entries(view),
+            "splits": tiling.splits,
+            "per_channel": view.spatial // tiling.group,
+            "tiles": tiling.tiles,
+            "groups": groups,
+            "elements": elements,
+            "n": view.n,
+        },
+        {
+            "K": k,
+            "KIND": KINDS[kind],
+            **moved.constants,
+            "KEEP_R": k > 1,
+            "GROUP": tiling.group,
+            "BLOCK_R": tiling.block_r,
+            "BLOCK_G": block_g,
+            "BLOCK_E": min(1024, next_power_of_2(elements)),
+        },
+        num_warps=max(4, min(16, block_g // 1024)),  # the most groups spill from the registers of 4
+    )

@@ -18,11 +18,37 @@ to four windows that an element can have won. Every sum has a fixed order.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from normmatters.kernels.triton.launch import wait_for_previous
-from normmatters.kernels.triton.tiles import load_affine
+from normmatters.kernels.operators import Operator, any_requires_grad, in_dtype
+from normmatters.kernels.triton.batch_norm.gradient import FROM_INPUT, coefficients_launch
+from normmatters.kernels.triton.batch_norm.layout import (
+    MAX_REGISTERS,
+    Affine,
+    Statistic,
+    Tiling,
+    Variant,
+    View,
+    affine_of,
+    has_of,
+    next_power_of_2,
+    overlapping,
+    statistic_of,
+)
+from normmatters.kernels.triton.batch_norm.normalize import count_dtype
+from normmatters.kernels.triton.batch_norm.statistics import statistics
+from normmatters.kernels.triton.batch_norm.tiles import load_affine
+from normmatters.kernels.triton.launch import Launch, cached_plan, wait_for_previous
+from normmatters.norm import Norm, RunningStats
+
+# Kernels --------------------------------------------------------------------------------------------------------------
 
 CLOSED: tl.constexpr = tl.constexpr(15)
 
@@ -183,7 +209,7 @@ def load_pair(g_ptr, winner_ptr, tile, col, windows_in_all, cols, BLOCK_R: tl.co
 
 
 @triton.jit
-def pooled_reduce_kernel(
+def pooled_sums_kernel(
     g_ptr,
     winner_ptr,
     stats_ptr,
@@ -299,3 +325,298 @@ def store_gradient(at, g, above, slope, tilt, even, mask):
     """One of the four elements; both sides from g, so that the choice stays in g's layout."""
     dx = tl.where(above != 0, g * slope + (even + tilt), g * slope + even)
     tl.store(at, dx.to(at.dtype.element_ty), mask=mask)
+
+
+# Launches -------------------------------------------------------------------------------------------------------------
+
+#: Pixels of the input that a window owns.
+OWNED = 4
+
+# One wave of four programs on each of 132 multiprocessors (H200); so few partial sums cost nothing to add.
+_PROGRAMS = 528
+
+
+class Shape(NamedTuple):
+    """The input's sizes; the pooled ones follow."""
+
+    batch: int
+    channels: int
+    height: int
+    width: int
+
+    @property
+    def out_height(self) -> int:
+        return -(-self.height // 2)
+
+    @property
+    def out_width(self) -> int:
+        return -(-self.width // 2)
+
+    @property
+    def windows(self) -> int:
+        return self.batch * self.out_height * self.out_width
+
+    @property
+    def view(self) -> View:
+        """The input as rows and columns."""
+        return View(self.batch * self.height * self.width, self.channels, 1)
+
+    @property
+    def pooled(self) -> tuple[int, int, int, int]:
+        return self.batch, self.channels, self.out_height, self.out_width
+
+
+def shape_of(x: Tensor) -> Shape:
+    """Plain integers, to which a compiled graph is specialized."""
+    return Shape(*map(int, x.shape))
+
+
+@cached_plan
+def tiling_of(shape: Shape, itemsize: int) -> Tiling:
+    """Tiles of 16 bytes a thread: neighbouring windows, so that their common pixels come from the cache."""
+    num_warps = 4
+    elements = 32 * num_warps * (8 if itemsize <= 2 else 4)
+    block_c = min(next_power_of_2(shape.channels), 64)
+    block_r = min(elements // block_c, next_power_of_2(shape.windows))
+    tiles = -(-shape.windows // block_r)
+    splits = max(1, min(tiles, _PROGRAMS // -(-shape.channels // block_c)))
+    return Tiling(block_c, block_r, 1, splits, tiles, num_warps)
+
+
+class Saved(NamedTuple):
+    """Shapes and dtypes of what the backward pass needs."""
+
+    winner: tuple[int, int] = (0, 0)
+    code: tuple[int, int] = (0, 0)
+    counts: tuple[int, int] = (0, 0)
+    count_dtype: torch.dtype = torch.int32
+
+
+def saved_shapes(shape: Shape, itemsize: int, *, save: bool) -> Saved:
+    """What is saved: the x that won each window, a code for it, and how many lie above the mean. Or nothing."""
+    if not save:
+        return Saved()
+    tiling = tiling_of(shape, itemsize)
+    # Two dimensions: a compiler that prefers channels last would lay out four of them anew, there and back.
+    stored = (shape.windows, shape.channels)
+    return Saved(stored, stored, (tiling.splits, shape.channels), count_dtype(tiling, OWNED))
+
+
+class Plan(NamedTuple):
+    """The launches at one shape."""
+
+    normalize: Launch
+    sums: Launch
+    finish: Launch
+    input_gradient: Launch
+    scratch: int
+    saved: Saved
+
+
+@cached_plan
+def _plan(shape: Shape, dtype: torch.dtype, affine: Affine, save: bool) -> Plan:
+    tiling = tiling_of(shape, dtype.itemsize)
+    grid = (-(-shape.channels // tiling.block_c), tiling.splits)
+    even = {"EVEN": shape.channels % tiling.block_c == 0}
+    blocks = {"BLOCK_R": tiling.block_r, "BLOCK_C": tiling.block_c}
+    windows = {"windows_in_all": shape.windows, "cols": shape.channels}
+    sizes = {
+        **windows,
+        "height": shape.height,
+        "width": shape.width,
+        "out_height": shape.out_height,
+        "out_width": shape.out_width,
+        "tiles": tiling.tiles,
+    }
+    launch = functools.partial(overlapping, num_warps=tiling.num_warps, maxnreg=MAX_REGISTERS)
+    variant = Variant("l1", 0, relu=True, residual=False, lean=False)
+    return Plan(
+        launch(pooled_normalize_kernel, grid, sizes, {**even, **has_of(affine), "SAVE": save, **blocks}),
+        launch(pooled_sums_kernel, grid, {**windows, "tiles": tiling.tiles}, {**even, **blocks}),
+        coefficients_launch(shape.view, dtype, affine, tiling, variant, FROM_INPUT.value),
+        launch(pooled_input_gradient_kernel, grid, sizes, {**even, **blocks}),
+        (4 + 2 * tiling.splits) * shape.channels,
+        saved_shapes(shape, dtype.itemsize, save=save),
+    )
+
+
+def normalize(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, stats: Tensor, *, save: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The pooled output, the x that won each window, the codes, and how many lie above the mean (see `saved_shapes`).
+
+    x: (N, C, H, W), channels last; output: (N, C, ⌈H/2⌉, ⌈W/2⌉), channels last.
+    """
+    shape = shape_of(x)
+    plan = _plan(shape, x.dtype, affine_of(weight, bias), save)
+    saved = plan.saved
+    z = torch.empty(shape.pooled, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
+    winner = torch.empty(saved.winner, dtype=x.dtype, device=x.device)
+    code = torch.empty(saved.code, dtype=torch.uint8, device=x.device)
+    count = torch.empty(saved.counts, dtype=saved.count_dtype, device=x.device)
+    plan.normalize(
+        x_ptr=x,
+        weight_ptr=stats if weight is None else weight,
+        bias_ptr=stats if bias is None else bias,
+        stats_ptr=stats,
+        z_ptr=z,
+        winner_ptr=winner,
+        code_ptr=code,
+        count_ptr=count,
+    )
+    return z, winner, code, count
+
+
+def gradient(
+    g: Tensor,
+    winner: Tensor,
+    code: Tensor,
+    count: Tensor,
+    stats: Tensor,
+    weight: Tensor | None,
+    constant: float,
+    size: tuple[int, int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dx of height and width ``size``, dγ and dβ; g and dx channels last."""
+    batch, channels, *_ = shape_of(g)
+    shape = Shape(batch, channels, *size)
+    plan = _plan(shape, g.dtype, affine_of(weight, None), True)  # β has no part in the gradient
+    scratch = torch.empty(plan.scratch, dtype=torch.float32, device=g.device)
+    dweight = torch.empty(channels, dtype=torch.float32, device=g.device)
+    dbias = torch.empty(channels, dtype=torch.float32, device=g.device)
+    dx = torch.empty((batch, channels, *size), dtype=g.dtype, device=g.device, memory_format=torch.channels_last)
+    plan.sums(g_ptr=g, winner_ptr=winner, stats_ptr=stats, scratch_ptr=scratch)
+    plan.finish(
+        scratch_ptr=scratch,
+        count_ptr=count,
+        weight_ptr=stats if weight is None else weight,
+        bias_ptr=stats,
+        stats_ptr=stats,
+        dweight_ptr=dweight,
+        dbias_ptr=dbias,
+        constant=constant,
+    )
+    plan.input_gradient(g_ptr=g, code_ptr=code, coefficient_ptr=scratch, dx_ptr=dx)
+    return dx, dweight, dbias
+
+
+# Autograd and operators -----------------------------------------------------------------------------------------------
+
+
+class Options(NamedTuple):
+    """What a forward pass is called with beside its tensors."""
+
+    statistic: Statistic
+    running: RunningStats
+    save: bool
+
+    @property
+    def linked(self) -> bool:
+        """Never: a link belongs to what is not pooled."""
+        return False
+
+    def flat(self) -> tuple[Any, ...]:
+        """As the arguments of the operator."""
+        mean, var, batches, momentum = self.running
+        return mean, var, batches, momentum, self.statistic.eps, self.statistic.constant, self.save
+
+    @classmethod
+    def from_flat(
+        cls, mean: Any, var: Any, batches: Any, momentum: Any, eps: float, constant: float, save: bool
+    ) -> Options:
+        """The inverse of :meth:`flat`."""
+        return cls(Statistic("l1", 0, constant, eps), RunningStats(mean, var, batches, momentum), save)
+
+
+def _channels_last(x: Tensor) -> Tensor:
+    return x.contiguous(memory_format=torch.channels_last)
+
+
+def _forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, options: Options) -> tuple[Tensor, ...]:
+    """The pooled output, and what the backward pass needs: winners, codes, counts (empty unless saved), statistics.
+
+    Moves the running statistics and raises the number of batches.
+    """
+    x = _channels_last(x)
+    stats, _ = statistics(x, options.statistic, options.running)
+    return *normalize(x, weight, bias, stats, save=options.save), stats
+
+
+def _fake_forward(x: Tensor, weight: Any, bias: Any, options: Options) -> tuple[Tensor, ...]:
+    shape = shape_of(x)
+    saved = saved_shapes(shape, x.element_size(), save=options.save)
+    return (
+        torch.empty(shape.pooled, dtype=x.dtype, device=x.device, memory_format=torch.channels_last),
+        x.new_empty(saved.winner),
+        x.new_empty(saved.code, dtype=torch.uint8),
+        x.new_empty(saved.counts, dtype=saved.count_dtype),
+        x.new_empty((3, x.shape[1]), dtype=torch.float32),
+    )
+
+
+def _backward(
+    g: Tensor,
+    winner: Tensor,
+    code: Tensor,
+    count: Tensor,
+    statistics: Tensor,
+    weight: Tensor | None,
+    constant: float,
+    height: int,
+    width: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return gradient(_channels_last(g), winner, code, count, statistics, weight, constant, (height, width))
+
+
+def _fake_backward(g: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *_, height, width = arguments
+    shape = (*g.shape[:2], height, width)
+    dx = torch.empty(shape, dtype=g.dtype, device=g.device, memory_format=torch.channels_last)
+    dweight = g.new_empty(g.shape[1], dtype=torch.float32)
+    return dx, dweight, torch.empty_like(dweight)
+
+
+def _save(ctx: Any, tensors: tuple[Any, ...], options: Options, results: tuple[Tensor, ...]) -> None:
+    x, weight, bias = tensors
+    _, *saved = results
+    ctx.save_for_backward(*saved, weight)
+    ctx.arguments = (options.statistic.constant, int(x.shape[2]), int(x.shape[3]))
+    ctx.bias_dtype = None if bias is None else bias.dtype
+
+
+def _gradients(ctx: Any, backward: Callable[..., Any], g: Tensor, link: None) -> tuple[Tensor | None, ...]:
+    """Gradients of x, γ and β."""
+    *saved, weight = ctx.saved_tensors
+    dx, dweight, dbias = backward(g, *saved, weight, *ctx.arguments)
+    return dx, in_dtype(dweight, None if weight is None else weight.dtype), in_dtype(dbias, ctx.bias_dtype)
+
+
+_pooled_batch_norm = Operator(
+    "pooled_batch_norm",
+    forward_schema=(
+        "(Tensor x, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
+        "Tensor(c!)? batches, float momentum, float eps, float constant, bool save) "
+        "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    ),
+    backward_schema=(
+        "(Tensor g, Tensor winner, Tensor code, Tensor count, Tensor statistics, Tensor? weight, float constant, "
+        "int height, int width) -> (Tensor, Tensor, Tensor)"
+    ),
+    options=Options,
+    forward=_forward,
+    fake_forward=_fake_forward,
+    save=_save,
+    backward=_backward,
+    fake_backward=_fake_backward,
+    gradients=_gradients,
+)
+
+
+def pooled_batch_norm(
+    x: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | None, running: RunningStats
+) -> Tensor:
+    """L1 batch norm in training, ReLU and pool of a channels-last ``x``; the dispatcher has checked them."""
+    weight, bias = weight if weight is None else weight.contiguous(), bias if bias is None else bias.contiguous()
+    save = torch.is_grad_enabled() and any_requires_grad(x, weight, bias)
+    output: Tensor = _pooled_batch_norm(x, weight, bias, Options(statistic_of(norm, x), running, save))
+    return output
