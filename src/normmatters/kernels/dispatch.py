@@ -178,7 +178,8 @@ class NormedInput(NamedTuple):
 def twin_batch_norm(first: NormedInput, second: NormedInput, *, linked: bool = False) -> tuple[Tensor, Tensor | None]:
     """relu(norm₁(x₁) + norm₂(x₂)) in training, and the link to it if ``linked``, or None.
 
-    For two L1 norms with the same ``memory``, on tensors of one shape (N, C, H, W), layout and dtype that the kernels serve.
+    For two L1 norms with the same ``memory``, on tensors (N, C, H, W) of one shape, layout and dtype that the kernels
+    serve.
 
     Example::
 
