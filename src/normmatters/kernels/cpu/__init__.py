@@ -17,6 +17,7 @@ import logging
 import os
 import platform
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -32,7 +33,7 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 
 #: By what `nm_processor` returns.
 _ISAS = ("baseline", "avx2", "avx512")
 
-_C_TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "d": ctypes.c_double}
+_C_TYPES: dict[str, Any] = {"s": ctypes.c_char_p, "p": ctypes.c_void_p, "i": ctypes.c_int64, "d": ctypes.c_double}
 
 
 class Library:
@@ -46,7 +47,7 @@ class Library:
             raise OSError(f"{path} has version {version} of the interface, expected {VERSION}: build it again")
 
     def function(self, name: str, arguments: str, returns: str = "") -> ctypes._NamedFuncPointer:
-        """A function of the library; ``p`` stands for a pointer, ``i`` for an int64, ``d`` for a double.
+        """A function of the library; ``p`` is a pointer, ``s`` packed bytes, ``i`` an int64, ``d`` a double.
 
         Pointers are ``tensor.data_ptr()``, or None for NULL.
         """

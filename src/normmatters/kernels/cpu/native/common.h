@@ -299,17 +299,13 @@ inline int64_t num_threads() {
 // then results are the same in every run. `grain`: a thread gets at least this many tasks.
 template <class Body>
 void parallel_for(int64_t tasks, Body&& body, int64_t grain = 1) {
-  if (tasks <= grain) {
-    for (int64_t task = 0; task < tasks; ++task) body(task);
-    return;
-  }
   using Plain = std::remove_reference_t<Body>;
-  torch_parallel_for(
-      0, tasks, grain,
-      [](int64_t begin, int64_t end, void* context) {
-        for (int64_t task = begin; task < end; ++task) (*static_cast<Plain*>(context))(task);
-      },
-      const_cast<void*>(static_cast<const void*>(&body)));
+  const ParallelBody run = [](int64_t begin, int64_t end, void* context) {
+    for (int64_t task = begin; task < end; ++task) (*static_cast<Plain*>(context))(task);
+  };
+  void* context = const_cast<void*>(static_cast<const void*>(&body));
+  if (tasks <= grain) run(0, tasks, context);
+  else torch_parallel_for(0, tasks, grain, run, context);
 }
 
 // The bounds of part `i` of `parts` nearly equal parts of [0, n).
