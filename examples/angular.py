@@ -1,4 +1,4 @@
-"""Fixed norms and a fixed angle a step, beside SGD with weight decay. Run: python examples/angular.py [plot.png]"""
+"""Fixed norms and a fixed angle per step, beside SGD with weight decay. Run: python examples/angular.py [plot.png]"""
 
 import sys
 from pathlib import Path
@@ -48,7 +48,7 @@ def run(kind: str) -> tuple[list[float], list[float]]:
 
 figure, axes = plt.subplots(1, 2, figsize=(8, 3.2), layout="constrained")
 for kind, style in (("SGD with weight decay", "-"), ("AngularSGD, same recipe", "--"), ("Angular(AdamW)", ":")):
-    for axis, curve, title in zip(axes, run(kind), ("training loss, mean of 10", "angle a step, mean of 10")):
+    for axis, curve, title in zip(axes, run(kind), ("training loss, mean of 10", "angle per step, mean of 10")):
         axis.plot(torch.tensor(curve).unfold(0, 10, 10).mean(1), style, label=kind)
         axis.set(title=title, xlabel="steps / 10", yscale="log")
 axes[1].legend()

@@ -43,7 +43,7 @@ axes[0].plot(torch.arange(25, 50 * len(predicted), 50), predicted.mean(1), "--",
 axes[0].set(title="norm of a neuron, second layer", xlabel="step", ylim=(0, None))
 axes[1].plot(torch.stack(angles).unfold(0, 50, 50).mean(-1).sqrt(), label="measured")
 axes[1].axhline(equilibrium_angle(**recipe), linestyle="--", color="C1", label="√(2ηλ/(1+μ))")
-axes[1].set(title="angle a step", xlabel="steps / 50", ylim=(0, None))
+axes[1].set(title="angle per step", xlabel="steps / 50", ylim=(0, None))
 for axis in axes:
     axis.legend()
 path = Path(sys.argv[1] if len(sys.argv) > 1 else "examples/out/equilibrium.png")

@@ -35,6 +35,8 @@ recording = Recording.load(path.with_suffix(".safetensors"))
 for name in recording.names:
     steps = recording.effective_step_size(name).median(1).values
     turn = recording.angle(name).median(1).values
-    print(f"{name}: effective step {steps[0]:.2e} -> {steps[-1]:.2e}, angle a step {turn[0]:.2e} -> {turn[-1]:.2e} rad")
+    print(
+        f"{name}: effective step {steps[0]:.2e} -> {steps[-1]:.2e}, angle {turn[0]:.2e} -> {turn[-1]:.2e} rad per step"
+    )
 recording.plot(path)
 print("plot:", path)

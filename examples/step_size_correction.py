@@ -46,7 +46,7 @@ for (label, recording), style in zip(runs.items(), ("-", "-", "--")):
     right.plot(recording.angle("3.weight").median(1).values.unfold(0, 25, 5).mean(1), style)
     print(f"{label:28} final norm {recording.norm('3.weight', layer=True)[-1]:.3f}")
 left.set(title="norm of the second layer", xlabel="step", yscale="log")
-right.set(title="angle a step (moving mean)", xlabel="step / 5", yscale="log")
+right.set(title="angle per step (moving mean)", xlabel="step / 5", yscale="log")
 left.legend(fontsize=7)
 path = Path(sys.argv[1] if len(sys.argv) > 1 else "examples/out/step_size_correction.png")
 path.parent.mkdir(parents=True, exist_ok=True)

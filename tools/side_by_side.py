@@ -7,6 +7,7 @@ Each network's whole step is a CUDA graph on a stream of its own that a thread o
 (`normmatters reproduce --jobs`). `--ahead`: how many replays a thread may be ahead of the device before it looks (it is
 at most twice as many). `--no-overlap`: kernels do not take their places before the one before has ended (`launch.py`).
 `--connections`: the device's queues for streams; CUDA's own default is 8, and streams that share one wait in turn.
+`--cudnn`: the same without the lab's own convolutions, which is what they have to be compared with.
 "host" is the time that a thread's processor works for a step: where that of all threads together is the time of a step,
 the host is what the device waits for.
 """
@@ -20,7 +21,7 @@ import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from normmatters.lab.graph import CudaGraphs
+    from normmatters.lab.side_by_side.graphs import CudaGraphs
 
 NORMS = ("l1", "l2", "linf", "topk", "range", "mean_only", "native")
 
@@ -34,6 +35,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--seconds", type=float, default=1.0, help="of replays, for each number")
     parser.add_argument("--no-overlap", action="store_true")
+    parser.add_argument("--cudnn", action="store_true", help="small convolutions by cuDNN, not by the lab's kernels")
     parser.add_argument("--connections", type=int, default=8)
     given = parser.parse_args()
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(given.connections)  # read when CUDA starts
@@ -47,10 +49,11 @@ def main() -> None:
         from normmatters.kernels.triton import launch
 
         launch.can_overlap = lambda device: False  # type: ignore[assignment]
-    print(f"{torch.cuda.get_device_name()}, overlap {not given.no_overlap}, {given.connections} connections")
+    how = f"overlap {not given.no_overlap}, cudnn {given.cudnn}, {given.connections} connections"
+    print(f"{torch.cuda.get_device_name()}, {how}")
     print("norm       runs  ahead  ms a step of all  steps/s in all  host, ms a step")
     for norm in given.norm:
-        graphs = [_graph(norm, given.model, given.batch) for _ in range(max(given.runs))]
+        graphs = [_graph(norm, given.model, given.batch, given.cudnn) for _ in range(max(given.runs))]
         for ahead in given.ahead:
             for count in given.runs:
                 steps, host = _time(graphs[:count], ahead, given.seconds)
@@ -58,18 +61,21 @@ def main() -> None:
                 print(f"{norm:10} {count:4} {ahead:6} {ms:17.2f} {steps:15.0f} {1000 * host:16.3f}", flush=True)
 
 
-def _graph(norm: str, name: str, batch: int) -> CudaGraphs:
+def _graph(norm: str, name: str, batch: int, cudnn: bool) -> CudaGraphs:
     """One network's step, forward, backward and SGD, on random images."""
     import torch
     from torch.nn.functional import cross_entropy
 
-    from normmatters.lab.capture import all_at_once
     from normmatters.lab.config import ModelConfig
-    from normmatters.lab.graph import CudaGraphs
     from normmatters.lab.models import build_image_model
+    from normmatters.lab.side_by_side.fewer_launches import fewer_launches
+    from normmatters.lab.side_by_side.graphs import CudaGraphs
+    from normmatters.lab.side_by_side.small_conv import use_small_convolutions
 
     kind = {"weight_norm": "bwn"} if norm == "mean_only" else {"norm": norm}
     model = build_image_model(ModelConfig(name=name, **kind), channels=3, classes=10, size=32)  # type: ignore[arg-type]
+    if not cudnn:
+        use_small_convolutions(model)
     model = model.cuda().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
     images = torch.randn(batch, 3, 32, 32, device="cuda").to(memory_format=torch.channels_last)
@@ -82,7 +88,7 @@ def _graph(norm: str, name: str, batch: int) -> CudaGraphs:
         loss.backward()
 
     def step() -> None:
-        with all_at_once(model, torch.bfloat16):
+        with fewer_launches(model, torch.bfloat16):
             gradients()
         optimizer.step()
 

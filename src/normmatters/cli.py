@@ -20,8 +20,8 @@ except ImportError:  # the library itself needs neither
 from normmatters.doctor.cli import doctor
 
 if TYPE_CHECKING:
+    from normmatters.lab.plan import PlannedRun
     from normmatters.lab.report import Report
-    from normmatters.lab.reproduce import Job
 
 __all__ = ["app", "main"]
 
@@ -145,7 +145,9 @@ def reproduce(
       normmatters reproduce fig1 --seeds 5 --set optim.epochs=4 --out /tmp/try
     """
     from normmatters.lab.experiments import experiment_names, load_cells
-    from normmatters.lab.reproduce import Runner, check_memory, plan
+    from normmatters.lab.memory import check_memory
+    from normmatters.lab.plan import make_plan
+    from normmatters.lab.runner import Runner
 
     load_cells(name for name in names if name != "all")  # a misspelt one is told beside "all" too
     chosen = list(dict.fromkeys(experiment_names() if "all" in names else names))
@@ -154,47 +156,47 @@ def reproduce(
     if published is not None and not published.is_dir():
         raise ValueError(f"--published {published}: no such folder")
     kept = published / preset if published and (published / preset).is_dir() else None
-    plan_jobs = plan(chosen, preset, out, seeds=seeds, overrides=sets or (), data=data, published=kept)
-    waiting = [job for job in plan_jobs if job.state == "waiting"]
+    plan = make_plan(chosen, preset, out, seeds=seeds, overrides=sets or (), data=data, published=kept)
+    waiting = [run for run in plan if run.state == "waiting"]
     console = Console()
-    console.print(_overview(plan_jobs, out), highlight=False)
+    console.print(_overview(plan, out), highlight=False)
     if dry_run:
-        for job in waiting:
-            console.print(f"  {job.id} [dim]seed {job.seed}, {job.epochs} epochs", highlight=False)
+        for run in waiting:
+            console.print(f"  {run.id} [dim]seed {run.seed}, {run.epochs} epochs", highlight=False)
         return
-    kind = _device(plan_jobs[0].config.runtime.device if device == "auto" else device)
+    kind = _device(plan[0].config.runtime.device if device == "auto" else device)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    side_by_side = min(jobs or (1 if kind.startswith("cuda") else cores), len(plan_jobs))
+    side_by_side = min(jobs or (1 if kind.startswith("cuda") else cores), len(plan))
     workers = min(side_by_side, max(len(waiting), 1))
-    check_memory([job.config for job in waiting], workers, kind)
+    check_memory([run.config for run in waiting], workers, kind)
     # What is finished frees no cores: on more threads sums round otherwise, and the command must give the same numbers.
     _place(waiting, kind, max(1, cores // side_by_side), workers)
     failed = []
     if waiting:
-        from normmatters.lab.progress import RunsView
+        from normmatters.lab.terminal import RunsView
 
         try:
-            with RunsView(console, plan_jobs) as view:
-                failed = Runner(plan_jobs, workers=workers, data_dir=data_dir).run(view)
+            with RunsView(console, plan) as view:
+                failed = Runner(plan, workers=workers, data_dir=data_dir).run(view)
         except KeyboardInterrupt:
             _stopped()
     from normmatters.lab.report import write_report
 
-    runs = [job.folder for job in plan_jobs if (job.folder / "config.json").exists()]
-    runs += [job.published for job in plan_jobs if job.published and job.folder not in runs]
+    runs = [run.folder for run in plan if (run.folder / "config.json").exists()]
+    runs += [run.published for run in plan if run.published and run.folder not in runs]
     if runs:
         command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
         _tell(console, write_report(runs, out / "report", command=command))
     if failed:
-        console.print(f"[bold red]{len(failed)} of {len(plan_jobs)} runs did not finish:[/]", highlight=False)
+        console.print(f"[bold red]{len(failed)} of {len(plan)} runs did not finish:[/]", highlight=False)
         _list_failed(console, failed)
         raise typer.Exit(1)
 
 
-def _list_failed(console: Console, failed: list[Job]) -> None:
+def _list_failed(console: Console, failed: list[PlannedRun]) -> None:
     """Each reason once: often there is one for all, such as data that are not there."""
-    for reason in dict.fromkeys(job.reason for job in failed):
-        which = ", ".join(f"{job.id} seed {job.seed}" for job in failed if job.reason == reason)
+    for reason in dict.fromkeys(run.reason for run in failed):
+        which = ", ".join(f"{run.id} seed {run.seed}" for run in failed if run.reason == reason)
         console.print(f"  [red]✗[/] {which}: {escape(reason)}", highlight=False, soft_wrap=True)
 
 
@@ -203,11 +205,11 @@ def _stopped() -> NoReturn:
     raise typer.Exit(130)
 
 
-def _overview(jobs: list[Job], out: Path) -> str:
-    done = sum(job.state == "done" for job in jobs)
-    cells = len({job.id for job in jobs})
+def _overview(plan: list[PlannedRun], out: Path) -> str:
+    done = sum(run.state == "done" for run in plan)
+    cells = len({run.id for run in plan})
     finished = f", {done} of them finished" if done else ""
-    return f"[bold]{len(jobs)} runs[/] of {cells} cells in {escape(str(out))}{finished}"
+    return f"[bold]{len(plan)} runs[/] of {cells} cells in {escape(str(out))}{finished}"
 
 
 def _device(name: str) -> str:
@@ -231,14 +233,14 @@ def _device(name: str) -> str:
     return name
 
 
-def _place(jobs: list[Job], device: str, threads: int, workers: int) -> None:
+def _place(plan: list[PlannedRun], device: str, threads: int, workers: int) -> None:
     """Put the runs on the device, the cores shared out among them; nothing of it changes what a run is."""
     from normmatters.lab.config import apply_overrides
 
-    for job in jobs:
-        own = job.config.runtime.threads or threads
+    for run in plan:
+        own = run.config.runtime.threads or threads
         placed = [f"runtime.device={device}", f"runtime.threads={own}", f"runtime.side_by_side={workers}"]
-        job.config = apply_overrides(job.config, placed)
+        run.config = apply_overrides(run.config, placed)
 
 
 def _tell(console: Console, report: Report) -> None:
@@ -251,7 +253,7 @@ def _tell(console: Console, report: Report) -> None:
         table.add_column(column)
     for v in report.verdicts:
         mark = f"[{colors[v.verdict]}]{v.mark}[/]"
-        table.add_row(mark, f"{escape(v.claim.text)} [dim]{v.claim.check}[/]", escape(v.measured))
+        table.add_row(mark, f"{escape(v.text)} [dim]{v.claim.check}[/]", escape(v.measured))
     if report.verdicts:
         console.print(table, highlight=False)
         count = {kind: sum(v.verdict == kind for v in report.verdicts) for kind in colors}
@@ -286,16 +288,15 @@ def train(
       normmatters train my.toml --set model.norm=l1 --set optim.lr=0.05
       torchrun --nproc-per-node 4 -m normmatters train my.toml
     """
-    from normmatters.lab.config import apply_overrides
+    from normmatters.lab.config import apply_overrides, run_path
     from normmatters.lab.experiments import load_file
-    from normmatters.lab.reproduce import run_folder
-    from normmatters.lab.train_view import train_with_progress
+    from normmatters.lab.terminal import train_with_progress
 
     run = load_file(config).config(preset, seed, sets or ())
     device = run.runtime.device if device == "auto" else device
     run = apply_overrides(run, [f"runtime.device={_device(device)}"])
     try:
-        result = train_with_progress(run, out or run_folder(Path("runs"), run), data_dir, resume=not fresh)
+        result = train_with_progress(run, out or run_path(Path("runs"), run), data_dir, resume=not fresh)
     except KeyboardInterrupt:
         _stopped()
     if result.status != "finished":

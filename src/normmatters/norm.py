@@ -101,7 +101,7 @@ class Norm:
 
 
 class RunningStats(NamedTuple):
-    """The buffers that a batch norm moves in a training step, and by how much. None: there is no such buffer.
+    """The buffers that a batch norm updates in training, and by how much. None: there is no such buffer.
 
     ``mean`` and ``var`` are (C,). ``num_batches`` is one integer, raised by one. ``momentum`` is the weight of this
     batch.
@@ -110,7 +110,31 @@ class RunningStats(NamedTuple):
     mean: Tensor | None = None
     var: Tensor | None = None
     num_batches: Tensor | None = None
-    momentum: float = 0.1
+    momentum: float | Tensor = 0.1
+
+    def update(self, norm: Norm, mean: Tensor, squared: Tensor | None, n: int | Tensor) -> None:
+        """Move ``mean`` and ``var`` towards a batch's mean μ and squared scale s², in place.
+
+        As PyTorch does for the variance, s² is stored times n/(n−1): deviations from the sample mean are √(1−1/n) too
+        small on average, in the L1 norm as in the L2 norm (F5). The range does not contain the mean and needs no
+        correction. Mean-only batch norm leaves ``var`` alone.
+
+        Args:
+            norm: says which statistic s is made of.
+            mean, squared: (C,), the batch's μ and s²; ``squared`` is None for mean-only.
+            n: number of elements per channel; a tensor where the host does not know it.
+        """
+        with torch.no_grad():
+            if self.mean is not None:
+                _move(self.mean, mean, self.momentum)
+            if self.var is not None and squared is not None:
+                _move(self.var, squared if norm.kind == "range" else squared * (n / (n - 1)), self.momentum)
+
+
+def _move(running: Tensor, batch: Tensor, momentum: float | Tensor) -> None:
+    # Not `lerp_`, which takes a difference: an infinite variance, which half precision may have, must arrive as such.
+    # In the batch's dtype, so that a half-precision buffer is rounded once; in one write, which may fail as a whole.
+    running.copy_(running.to(batch.dtype) * (1 - momentum) + batch * momentum)
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -190,3 +214,12 @@ def _scale_constant(p: float | str, n: int, k: int | None, constant: str | float
 
 
 _cached_scale_constant = functools.lru_cache(typed=True)(_scale_constant)
+#: ``Norm(p, k, constant, eps, memory)`` from a cache. typed: True is no p, but equals 1.
+cached_norm = functools.lru_cache(typed=True)(Norm)
+
+
+def norm_of(p: float | str, k: int | None, constant: str | float, eps: float | None, memory: str = "exact") -> Norm:
+    """``Norm(p, k, constant, eps, memory)`` from a cache: a module, whose attributes may change, calls this often."""
+    if torch.compiler.is_compiling():  # traced as it stands; the compiler warns of caches
+        return Norm(p, k, constant, eps, memory)
+    return cached_norm(p, k, constant, eps, memory)

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normmatters.functional.statistic import compute_dtype, scale_constant, squared_scale
-from normmatters.optim._probe import gpus, run
+from normmatters.functional.statistic import statistic
+from normmatters.norm import Norm, compute_dtype
+from normmatters.probe import call, cuda_devices
 from normmatters.surgery.swap import is_channels_first
 
 __all__ = ["measure_tails", "tails"]
@@ -42,8 +43,8 @@ def tails(x: Tensor, dims: list[int]) -> Tensor:
     """
     x = x.detach().to(compute_dtype(x.dtype))
     centered = x - x.mean(dims, keepdim=True)
-    variance = squared_scale(centered, dims, "l2", 2, None, 1.0)
-    return (variance / squared_scale(centered, dims, "l1", 1, None, scale_constant(1, 2))).sqrt().flatten()
+    l1 = Norm(1)
+    return (statistic(centered, dims, Norm(2)) / (l1.scale_constant(2) * statistic(centered, dims, l1))).flatten()
 
 
 @torch.no_grad()
@@ -78,8 +79,8 @@ def measure_tails(model: nn.Module, example_input: Any) -> dict[str, Tensor]:
         if isinstance(module, nn.modules.batchnorm._NormBase | nn.LayerNorm):
             if not isinstance(module, nn.modules.instancenorm._InstanceNorm):
                 module.register_forward_pre_hook(partial(look, name), with_kwargs=True)
-    with torch.random.fork_rng(gpus(copied)):
-        run(copied, example_input)
+    with torch.random.fork_rng(cuda_devices(copied)):
+        call(copied, example_input)
     joined = {name: torch.cat(parts) for name, parts in found.items()}
     varying = {name: ratios[ratios.isfinite()] for name, ratios in joined.items()}
     return {name: ratios for name, ratios in varying.items() if len(ratios)}

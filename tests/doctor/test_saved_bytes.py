@@ -9,7 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import normmatters as nm
 from normmatters.doctor.saved_bytes import Ghosts, Kept
-from normmatters.kernels import backends, dispatch
+from normmatters.kernels import backends
+from support import called
 from support.models import ResNet, batch
 
 
@@ -50,7 +51,7 @@ def test_kernels_keep_what_they_say(
     ghosts = Ghosts()
     monkeypatch.setattr(backends, "INTERPRETED", True)
     sizes, _ = ghosts.keeps(ghosts.of(layer), inputs)
-    assert dispatch.batch_norm_backend(x).name == "triton"
+    assert called.backend(x).name == "triton"
     assert sizes == {"": really_kept(layer, *inputs)}
     whole = x.numel() * 4
     needs_a_tensor = memory == "exact" or (act == "relu" and not residual)
@@ -74,7 +75,7 @@ def test_a_conversion_is_compared_layer_by_layer() -> None:
     assert norm.exact - norm.lean == 4 * element
     assert layers["0"] == layers["0"]._replace(exact=layers["0"].now, lean=layers["0"].now)
     assert total.saved == norm.saved == norm.now - norm.lean
-    assert dispatch.batch_norm_backend(x).name == "hand-derived"  # the dispatcher is itself again
+    assert called.backend(x).name == "hand-derived"  # the dispatcher is itself again
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -8,25 +8,8 @@ import pytest
 import torch
 
 from normmatters.constants import gaussian_scale
-from normmatters.functional.statistic import compute_dtype, scale_constant, squared_scale, statistic_kind
-
-
-@pytest.mark.parametrize(
-    ("p", "k", "kind"),
-    [
-        (1, None, "l1"),
-        (1.0, None, "l1"),
-        (2, None, "l2"),
-        (1.25, None, "lp"),
-        (7, None, "lp"),
-        (math.inf, None, "linf"),
-        (math.inf, 1, "topk"),
-        ("range", None, "range"),
-        ("mean", None, "mean"),
-    ],
-)
-def test_kinds(p: float | str, k: int | None, kind: str) -> None:
-    assert statistic_kind(p, k) == kind
+from normmatters.functional.statistic import scale_and_divisor
+from normmatters.norm import Norm, compute_dtype
 
 
 @pytest.mark.parametrize(
@@ -46,17 +29,17 @@ def test_kinds(p: float | str, k: int | None, kind: str) -> None:
 )
 def test_what_is_no_kind(p, k, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        statistic_kind(p, k)
+        Norm(p, k)
 
 
 def test_constants() -> None:
-    assert scale_constant(1, 50) == gaussian_scale(1, 50)
-    assert scale_constant(math.inf, 50) == gaussian_scale(math.inf, 50)
-    assert scale_constant(math.inf, 50, 5, "paper") == gaussian_scale(math.inf, 50, 5, "paper")
-    assert scale_constant("range", 50, constant=0.5) == 0.5 * gaussian_scale("range", 50)
-    assert scale_constant("range", 50, constant="none") == 1.0
-    assert scale_constant("mean", 50) == 1.0
-    assert math.isfinite(scale_constant(math.inf, 1))  # one feature deviates by 0, whatever the constant
+    assert Norm(1).scale_constant(50) == gaussian_scale(1, 50)
+    assert Norm(math.inf).scale_constant(50) == gaussian_scale(math.inf, 50)
+    assert Norm(math.inf, 5, "paper").scale_constant(50) == gaussian_scale(math.inf, 50, 5, "paper")
+    assert Norm("range", constant=0.5).scale_constant(50) == 0.5 * gaussian_scale("range", 50)
+    assert Norm("range", constant="none").scale_constant(50) == 1.0
+    assert Norm("mean").scale_constant(50) == 1.0
+    assert math.isfinite(Norm(math.inf).scale_constant(1))  # one feature deviates by 0, whatever the constant
 
 
 @pytest.mark.parametrize(
@@ -66,19 +49,19 @@ def test_constants() -> None:
 )
 def test_what_is_no_constant(constant, error: type[Exception]) -> None:
     with pytest.raises(error, match="constant"):
-        scale_constant(1, 50, constant=constant)
+        Norm(1, constant=constant)
 
 
 def test_the_paper_has_no_constant_for_other_norms() -> None:
     with pytest.raises(ValueError, match="exact"):
-        scale_constant(1.5, 50, constant="paper")
+        Norm(1.5, constant="paper")
 
 
 def test_a_high_power_neither_over_nor_underflows() -> None:
     """(mean |x|^60)^(1/60) of 1e-8 and of 1e8 in float32, where the powers themselves are 0 and inf."""
     for size in (1e-8, 1e8):
         x = torch.tensor([[-size, size / 2, size / 2]], requires_grad=True)
-        square = squared_scale(x, [1], "lp", 60.0, None, 1.0)
+        square, _ = scale_and_divisor(x, [1], Norm(60.0), 1.0, 0.0)
         (dx,) = torch.autograd.grad(square, x)
         assert square.item() == pytest.approx((size * 3 ** (-1 / 60)) ** 2, rel=1e-5)
         assert dx[0, 0].item() == pytest.approx(2 * -size * 3 ** (-1 / 30), rel=1e-5)

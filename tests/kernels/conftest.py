@@ -69,23 +69,3 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch, fresh_plans: None) -> None:
     for module in _batch_norms():
         for name in {"tiling_of", "apply_tiling_of"} & vars(module).keys():
             monkeypatch.setattr(module, name, cut(getattr(module, name)))
-
-
-@pytest.fixture
-def weight_norm_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Which kernels of weight norm were launched, so that no test passes by way of the plain path."""
-    from normmatters.kernels.triton import weight_norm as kernels
-
-    made: list[str] = []
-    for name in ("forward", "backward"):
-        launch = getattr(kernels.Plan, name)
-        monkeypatch.setattr(
-            kernels.Plan, name, lambda *args, launch=launch, name=name: (made.append(name), launch(*args))[1]
-        )
-    return made
-
-
-@pytest.fixture(params=["bounded", "classic"])
-def kind(request: pytest.FixtureRequest) -> str:
-    """Of weight norm: one fixed ρ a tensor, or a learned one for each row."""
-    return str(request.param)

@@ -11,9 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("triton")
 
-from normmatters.kernels import backends, dispatch
+from normmatters.kernels import backends
 from normmatters.nn.batchnorm import L1BatchNorm2d, LpBatchNorm2d, RangeBatchNorm2d, TopKBatchNorm2d
-from support import tolerances
+from support import called, tolerances
 from support.batch_norm_cases import (
     DEVICE,
     EPS,
@@ -214,7 +214,7 @@ def test_cuda_graph_of_the_plain_path(kind, monkeypatch):
     p, k = KINDS.get(kind, (3, None))
     monkeypatch.setattr(backends, "why_not_triton", lambda input: "it is not to")
     norm = LpBatchNorm2d(24, p, k=k, act="relu").to(DEVICE)
-    assert dispatch.batch_norm_backend(made(SHAPE), p=p, k=k).name == "hand-derived"
+    assert called.backend(made(SHAPE), p=p, k=k).name == "hand-derived"
     check_cuda_graph(norm, lambda: (made(SHAPE), torch.randn(SHAPE, device=DEVICE)))
 
 
@@ -308,8 +308,8 @@ def test_kernels_of_two_devices():
     if torch.cuda.device_count() < 2:
         pytest.skip("one GPU")
     x = made(SHAPE)
-    there = dispatch.batch_norm(x.to("cuda:1"), None, None, None, None, True, 0.1, EPS)
-    assert torch.equal(there.cpu(), dispatch.batch_norm(x, None, None, None, None, True, 0.1, EPS).cpu())
+    there = called.batch_norm(x.to("cuda:1"), None, None, None, None, True, 0.1, EPS)
+    assert torch.equal(there.cpu(), called.batch_norm(x, None, None, None, None, True, 0.1, EPS).cpu())
 
 
 def test_a_long_run_of_small_shapes_does_not_drift():
@@ -337,7 +337,7 @@ def test_a_linked_gradient_is_read_after_it_is_written(shape, memory):
     leaves = [t.requires_grad_() for t in (x, residual, weight, bias)]
 
     def gradients(linked):
-        z, link = dispatch.linked_batch_norm(
+        z, link = called.linked_batch_norm(
             x, None, None, weight, bias, True, 0.1, EPS, act="relu", residual=residual, memory=memory, linked=linked
         )
         outputs, theirs = ([z, link], [g, other]) if linked else ([z], [g + other])

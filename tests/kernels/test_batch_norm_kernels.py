@@ -10,10 +10,9 @@ import torch
 pytest.importorskip("triton")
 
 from normmatters.functional import lp_batch_norm
-from normmatters.kernels import dispatch
 from normmatters.kernels.triton import batch_norm_statistics as kernels
 from normmatters.kernels.triton.layout import view_of
-from support import tolerances
+from support import called, tolerances
 from support.batch_norm_cases import (
     DEVICE,
     EPS,
@@ -223,7 +222,7 @@ def test_pilot_accounts_for_a_gaussians_density(monkeypatch, fresh_plans):
     x = made((12, 32, 32, 32), "channels_last")
     mean, var = torch.zeros(2, 32, device=DEVICE).unbind()
     with torch.no_grad():
-        dispatch.batch_norm(x, mean, var, None, None, True, 1.0, EPS, p=1)
+        called.batch_norm(x, mean, var, None, None, True, 1.0, EPS, p=1)
     n = 12 * 32 * 32
     values = by_channel(x)
     scale = (values - values.mean(1, keepdim=True)).abs().mean(1) * math.sqrt(math.pi / 2)
@@ -241,7 +240,7 @@ def test_pilot_where_values_crowd_at_the_mean(full, layout, monkeypatch, fresh_p
     x *= torch.rand_like(x) < full
     mean, var = torch.zeros(2, 8, device=DEVICE).unbind()
     with torch.no_grad():
-        dispatch.batch_norm(x, mean, var, None, None, True, 1.0, EPS, p=1)
+        called.batch_norm(x, mean, var, None, None, True, 1.0, EPS, p=1)
     n = 8 * 40 * 40
     values = by_channel(x)
     scale = (values - values.mean(1, keepdim=True)).abs().mean(1) * math.sqrt(math.pi / 2)
@@ -273,8 +272,8 @@ def test_either_running_statistic_alone(kind, kept):
     p, k = KINDS[kind]
     both, one = ([torch.ones(3, device=DEVICE) for _ in range(2)] for _ in range(2))
     one[kept == "mean"] = None
-    expected = dispatch.batch_norm(x, *both, None, None, True, 0.5, EPS, p=p, k=k)
-    y = dispatch.batch_norm(x, *one, None, None, True, 0.5, EPS, p=p, k=k)
+    expected = called.batch_norm(x, *both, None, None, True, 0.5, EPS, p=p, k=k)
+    y = called.batch_norm(x, *one, None, None, True, 0.5, EPS, p=p, k=k)
     assert torch.equal(y, expected)
     for mine, reference in zip(one, both):
         assert mine is None or torch.equal(mine, reference)
@@ -288,7 +287,7 @@ def test_running_statistics_forget_what_they_were(kind, layout):
     x = 1e-3 * made(ODD, layout)
     mean, var = torch.full((2, 3), 1e3, device=DEVICE).unbind()
     expected_mean, expected_var = torch.zeros(2, 3, dtype=torch.float64, device=DEVICE).unbind()
-    dispatch.batch_norm(x, mean, var, None, None, True, 1.0, EPS, p=KINDS[kind][0])
+    called.batch_norm(x, mean, var, None, None, True, 1.0, EPS, p=KINDS[kind][0])
     lp_batch_norm(x.double(), expected_mean, expected_var, training=True, momentum=1.0, p=KINDS[kind][0])
     torch.testing.assert_close(mean.double(), expected_mean, rtol=0, atol=1e-3 * tolerances.statistic(x.dtype, 54))
     torch.testing.assert_close(var.double(), expected_var, rtol=2 * tolerances.statistic(x.dtype, 54), atol=0)
@@ -301,7 +300,7 @@ def test_an_infinite_running_variance_stays_infinite(kind, layout):
     x = made(ODD, layout, torch.float16)
     mean, var = torch.zeros(2, 3, dtype=torch.float16, device=DEVICE).unbind()
     var[1] = math.inf
-    dispatch.batch_norm(x, mean, var, None, None, True, 0.1, EPS, p=KINDS[kind][0])
+    called.batch_norm(x, mean, var, None, None, True, 0.1, EPS, p=KINDS[kind][0])
     assert var.isinf().tolist() == [False, True, False]
     assert not var.isnan().any()
 
@@ -317,7 +316,7 @@ def test_strided_tensors(kind):
     for name, expected in vars(reference).items():
         torch.testing.assert_close(getattr(ours, name).double(), expected, rtol=1e-5, atol=1e-5, msg=name)
     buffers = torch.zeros(2, 3, 2, device=DEVICE)
-    dispatch.batch_norm(x, buffers[0, :, 0], buffers[1, :, 0], None, None, True, 1.0, EPS, p=KINDS[kind][0])
+    called.batch_norm(x, buffers[0, :, 0], buffers[1, :, 0], None, None, True, 1.0, EPS, p=KINDS[kind][0])
     torch.testing.assert_close(buffers[0, :, 0], x.mean((0, 2, 3)), rtol=0, atol=1e-6)
     assert (buffers[1, :, 0] > 0).all()
     assert (buffers[:, :, 1] == 0).all()
@@ -330,7 +329,7 @@ def test_channels_of_a_channels_last_tensor_stay_channels_last(rank, act):
     whole = made((4, 6, 3, 2, 2)[:rank], "channels_last")
     x, residual = (part.requires_grad_() for part in whole.detach().chunk(2, 1))
     g = made(tuple(x.shape), "channels_last")
-    y = dispatch.batch_norm(x, None, None, None, None, True, 0.1, EPS, p=1, act=act, residual=residual)
+    y = called.batch_norm(x, None, None, None, None, True, 0.1, EPS, p=1, act=act, residual=residual)
     expected = torch.nn.functional.batch_norm(x, None, None, training=True)
     assert y.stride() == expected.stride() == g.stride()
     y.backward(g)
@@ -344,7 +343,7 @@ def test_channels_of_a_channels_last_tensor_stay_channels_last(rank, act):
 def test_residual_of_another_layout_and_dtype(layout):
     x = made(ODD, layout, torch.bfloat16)
     residual = made(ODD).transpose(2, 3).contiguous().transpose(2, 3).requires_grad_()
-    y = dispatch.batch_norm(x, None, None, None, None, True, 0.1, EPS, p=1, act="relu", residual=residual)
+    y = called.batch_norm(x, None, None, None, None, True, 0.1, EPS, p=1, act="relu", residual=residual)
     y.backward(torch.ones_like(y))
     expected = lp_batch_norm(x.double(), training=True, eps=EPS, act="relu", residual=residual.double())
     torch.testing.assert_close(y.double(), expected, rtol=2**-6, atol=2**-6)

@@ -12,9 +12,10 @@ from torch.utils.checkpoint import checkpoint
 pytest.importorskip("triton")
 
 from normmatters.functional import lp_batch_norm
-from normmatters.functional.statistic import scale_constant
 from normmatters.kernels import dispatch, ops  # noqa: F401 (registers the operators)
 from normmatters.nn.batchnorm import L1BatchNorm2d, MeanOnlyBatchNorm2d, TopKBatchNorm2d
+from normmatters.norm import Norm
+from support import called
 from support.batch_norm_cases import DEVICE, EPS, KINDS, LAYOUTS, affine, check, fused, made
 
 SHAPE = (5, 3, 2, 3)
@@ -24,7 +25,7 @@ SHAPE = (5, 3, 2, 3)
 
 def constant_of(kind: str, n: int = 30) -> float:
     p, k = KINDS[kind]
-    return scale_constant(p, n, k, "exact")
+    return Norm(p, k).scale_constant(n)
 
 
 def forward_arguments(
@@ -169,7 +170,7 @@ def test_saved_bytes(memory, act, with_residual, share):
     weight, bias = (t.requires_grad_() for t in affine("l1", 4).values())
     residual = made((32, 4, 8, 16), "channels_last", torch.float16).requires_grad_() if with_residual else None
     y, packed = saved_tensors(
-        lambda: dispatch.batch_norm(
+        lambda: called.batch_norm(
             x, None, None, weight, bias, True, 0.1, EPS, p=1, act=act, residual=residual, memory=memory
         )
     )
@@ -223,7 +224,7 @@ def test_nothing_is_saved_without_grad(kind):
     x = made(SHAPE)
     with torch.no_grad():
         y, packed = saved_tensors(
-            lambda: dispatch.batch_norm(x.requires_grad_(), None, None, None, None, True, 0.1, EPS, p=p, k=k)
+            lambda: called.batch_norm(x.requires_grad_(), None, None, None, None, True, 0.1, EPS, p=p, k=k)
         )
     assert packed == []
     assert not y.requires_grad
@@ -245,7 +246,7 @@ def test_bitwise_equal_from_run_to_run(kind, memory):
 def test_no_gradient_for_what_needs_none():
     x, residual = made(SHAPE), made(SHAPE)
     weight = torch.rand(3, device=DEVICE, requires_grad=True)
-    y = dispatch.batch_norm(x, None, None, weight, None, True, 0.1, EPS, p=1, residual=residual, act="relu")
+    y = called.batch_norm(x, None, None, weight, None, True, 0.1, EPS, p=1, residual=residual, act="relu")
     y.sum().backward()
     expected = lp_batch_norm(x.double(), training=True, eps=EPS)
     opened = (expected * weight.double().view(1, -1, 1, 1) + residual > 0).double()
@@ -284,7 +285,7 @@ def test_one_norm_twice_in_one_step():
 
 def test_the_output_may_not_be_changed_in_place_when_it_is_what_was_saved():
     x = made(SHAPE).requires_grad_()
-    y = dispatch.batch_norm(x, None, None, None, None, True, 0.1, EPS, p=1, act="relu", memory="lean")
+    y = called.batch_norm(x, None, None, None, None, True, 0.1, EPS, p=1, act="relu", memory="lean")
     y.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
@@ -292,7 +293,7 @@ def test_the_output_may_not_be_changed_in_place_when_it_is_what_was_saved():
 
 def test_second_derivatives_are_refused():
     x = made(SHAPE).requires_grad_()
-    y = dispatch.batch_norm(x, None, None, None, None, True, 0.1, EPS, p=1)
+    y = called.batch_norm(x, None, None, None, None, True, 0.1, EPS, p=1)
     (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="only once"):
         dx.sum().backward()
@@ -331,7 +332,7 @@ def test_links_give_the_gradients_that_sums_give(kind, memory, act, layout):
         leaves = [x, *(t.detach().requires_grad_() for t in parameters)]
         link, residual, z = None, None, x
         for weight, bias in zip(leaves[1::2], leaves[2::2]):
-            z, link = dispatch.linked_batch_norm(
+            z, link = called.linked_batch_norm(
                 z * 1.5, None, None, weight, bias, True, 0.1, EPS,
                 p=p, k=k, act=act, residual=residual, memory=memory, link=link, linked=linked,
             )  # fmt: skip
@@ -352,7 +353,7 @@ def test_links_give_the_gradients_that_sums_give(kind, memory, act, layout):
 
 def test_a_link_is_one_number_in_memory():
     x = made(SHAPE).requires_grad_()
-    z, link = dispatch.linked_batch_norm(x, None, None, None, None, True, 0.1, EPS, act="relu", linked=True)
+    z, link = called.linked_batch_norm(x, None, None, None, None, True, 0.1, EPS, act="relu", linked=True)
     assert link.shape == z.shape
     assert link.untyped_storage().nbytes() == z.element_size()
-    assert dispatch.linked_batch_norm(x.detach(), None, None, None, None, True, 0.1, EPS, linked=True)[1] is None
+    assert called.linked_batch_norm(x.detach(), None, None, None, None, True, 0.1, EPS, linked=True)[1] is None

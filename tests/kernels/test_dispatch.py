@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 from torch.utils._pytree import tree_map_only
 
-from support import tolerances
+from support import called, tolerances
 
 pytest.importorskip("triton")
 
@@ -28,6 +28,7 @@ from normmatters.kernels import backends, dispatch
 from normmatters.kernels.triton import batch_norm_statistics as kernels
 from normmatters.kernels.triton import layout
 from normmatters.nn import L1BatchNorm1d, L1LayerNorm, L1RMSNorm
+from normmatters.norm import Norm
 from support.batch_norm_cases import DEVICE, EPS, KINDS
 
 X = torch.randn(6, 3, 4, generator=torch.Generator().manual_seed(0)).to(DEVICE)  # a module is read before any seed
@@ -38,15 +39,15 @@ X = torch.randn(6, 3, 4, generator=torch.Generator().manual_seed(0)).to(DEVICE) 
 @pytest.mark.parametrize(("p", "k"), KINDS.values())
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_kernels_serve_every_kind_and_dtype(p, k, dtype):
-    assert dispatch.batch_norm_backend(X.to(dtype), p=p, k=k) == ("triton", "")
-    assert dispatch.batch_norm_backend(X.to(dtype), p=p, k=k, memory="lean") == ("triton", "")
+    assert called.backend(X.to(dtype), p=p, k=k) == ("triton", "")
+    assert called.backend(X.to(dtype), p=p, k=k, memory="lean") == ("triton", "")
 
 
 @pytest.mark.parametrize(
     ("arguments", "name", "reason"),
     [
         ({"input": X.double()}, "hand-derived", "float16, bfloat16 and float32, the input is torch.float64"),
-        ({"input": X[:0]}, "hand-derived", "the input is empty"),
+        ({"input": X[:0]}, "plain", "the input is empty"),
         ({"input": X.to("meta")}, "hand-derived", "the input is on meta"),
         ({"p": 1.5}, "hand-derived", "not for a general p"),
         ({"p": math.inf, "k": 65}, "hand-derived", "k <= 64, got k=65"),
@@ -55,17 +56,17 @@ def test_kernels_serve_every_kind_and_dtype(p, k, dtype):
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_reasons(arguments, name, reason):
-    backend = dispatch.batch_norm_backend(**{"input": X, **arguments})
+    backend = called.backend(**{"input": X, **arguments})
     assert backend.name == name
     assert reason in backend.reason
 
 
 def test_too_many_groups(monkeypatch):
     monkeypatch.setattr(kernels, "MAX_GROUPS", 0)
-    backend = dispatch.batch_norm_backend(X, p="range")
+    backend = called.backend(X, p="range")
     assert backend.name == "hand-derived"
     assert "groups a channel are more than the 0" in backend.reason
-    assert dispatch.batch_norm_backend(X, p=1).name == "triton"  # has none
+    assert called.backend(X, p=1).name == "triton"  # has none
 
 
 @pytest.mark.parametrize("k", [None, 2, 10, 64])
@@ -75,27 +76,27 @@ def test_every_image_network_gets_the_selection_kernel(layout, channels, k):
     """With 16 channels, as in ResNet-56, Top(k) once had more groups than it can hold."""
     for size in (7, 8, 28, 32, 224):
         x = torch.empty(128, channels, size, size, dtype=torch.float16, device="meta", memory_format=layout)
-        assert backends._why_not_batch_norm_kernel(x, "linf" if k is None else "topk", k) == ""
+        assert backends.why_not_batch_norm_kernel(x, Norm(math.inf, k)) == ""
 
 
 @pytest.mark.parametrize("p", [1, 2, "mean", "range"])
 def test_more_than_32_bits_count(p):
     """A volume of 512³ and 32 channels has 2³² columns, where a kernel's numbers would turn negative."""
     one = torch.zeros(1, device=X.device)
-    volume = dispatch.batch_norm_backend(one.expand(1, 32, 512, 512, 512), p=p)
+    volume = called.backend(one.expand(1, 32, 512, 512, 512), p=p)
     assert volume.name == "hand-derived"
     assert "values an image that is not channels last, not 4294967296" in volume.reason
-    channel = dispatch.batch_norm_backend(one.expand(2**31, 2), p=p)
+    channel = called.backend(one.expand(2**31, 2), p=p)
     assert channel.name == "hand-derived"
     assert "values a channel, not 2147483648" in channel.reason
-    assert dispatch.batch_norm_backend(one.expand(2**28, 16), p=1).name == "triton"
+    assert called.backend(one.expand(2**28, 16), p=1).name == "triton"
 
 
 def test_a_channels_last_image_has_few_columns(monkeypatch):
     monkeypatch.setattr(layout, "MAX_COLS", 7)
     x = torch.empty(2, 4, 3, 3, device=X.device)
-    assert "at most 7 values an image" in backends._why_too_large(x)
-    assert backends._why_too_large(x.to(memory_format=torch.channels_last)) == ""
+    assert "at most 7 values an image" in backends.why_too_large(x)
+    assert backends.why_too_large(x.to(memory_format=torch.channels_last)) == ""
 
 
 @pytest.mark.parametrize(("p", "k"), [("range", None), (math.inf, None), (math.inf, 3)])
@@ -104,16 +105,16 @@ def test_the_groups_of_an_input_that_is_copied_are_those_of_the_copy(p, k):
     cropped, padded = whole[..., 1:, 1:], whole[..., :128]  # 129², which no group divides, and 130·128
     for input in (cropped, padded, whole, whole.to(memory_format=torch.channels_last)):
         copied = input if input.is_contiguous(memory_format=torch.channels_last) else input.contiguous()
-        assert dispatch.batch_norm_backend(input, p=p, k=k) == dispatch.batch_norm_backend(copied, p=p, k=k)
-    assert dispatch.batch_norm_backend(cropped, p=p, k=k).name == "hand-derived"
-    assert dispatch.batch_norm_backend(padded, p=p, k=k).name == "triton"
+        assert called.backend(input, p=p, k=k) == called.backend(copied, p=p, k=k)
+    assert called.backend(cropped, p=p, k=k).name == "hand-derived"
+    assert called.backend(padded, p=p, k=k).name == "triton"
 
 
 def test_a_cpu_tensor_is_not_interpreted_unless_asked(monkeypatch):
     monkeypatch.setattr(backends, "INTERPRETED", False)
-    backend = dispatch.batch_norm_backend(X.cpu())
+    backend = called.backend(X.cpu())
     assert backend == ("hand-derived", "the input is on cpu, and the kernels run on CUDA devices")
-    assert dispatch.layer_norm_backend(X.cpu(), (4,)) == ("plain", backend.reason)
+    assert dispatch.layer_norm_backend(X.cpu(), (4,), Norm()) == ("plain", backend.reason)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")  # torch.jit's own
@@ -131,9 +132,9 @@ def test_a_traced_norm_is_saved_and_runs_without_this_library(norm, interpreted,
 
 def test_another_arithmetic_goes_before_everything():
     with precision.arithmetic("fp16"):
-        assert dispatch.batch_norm_backend(X).name == "arithmetic"
-        assert dispatch.layer_norm_backend(X, (4,)).name == "arithmetic"
-    assert dispatch.batch_norm_backend(X).name == "triton"
+        assert called.backend(X).name == "arithmetic"
+        assert dispatch.layer_norm_backend(X, (4,), Norm()).name == "arithmetic"
+    assert called.backend(X).name == "triton"
 
 
 @pytest.mark.parametrize(
@@ -142,7 +143,7 @@ def test_another_arithmetic_goes_before_everything():
 )
 def test_layer_norm_reasons(shape, p, k, reason):
     x = torch.zeros(1, device=DEVICE).expand(2, *shape)
-    backend = dispatch.layer_norm_backend(x, shape, p=p, k=k)
+    backend = dispatch.layer_norm_backend(x, shape, Norm(p, k))
     assert backend.name == "plain"
     assert reason in backend.reason
 
@@ -171,15 +172,15 @@ def test_no_kernel_is_launched_where_they_are_switched_off():
     """Neither the optimizers' nor those of fused weight norms, which have no backend to ask for."""
     code = """
 import normmatters
-from normmatters.optim import multi_tensor
+from normmatters.optim import channels
 from normmatters.weight_norm import fused
-print(multi_tensor._LAUNCH_ON, fused.TRITON_MISSING)
+print(channels.BACKENDS, fused.TRITON_MISSING)
 """
     environment = os.environ | {"NORMMATTERS_KERNELS": "0"}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=True
     )
-    assert done.stdout == "() kernels are switched off by NORMMATTERS_KERNELS=0\n"
+    assert done.stdout == "{} kernels are switched off by NORMMATTERS_KERNELS=0\n"
 
 
 def test_triton_that_is_missing_is_said(monkeypatch):
@@ -193,8 +194,8 @@ def test_a_fall_back_on_a_gpu_is_logged_once(caplog):
     backends.log_once.cache_clear()
     with caplog.at_level(logging.INFO, logger="normmatters.kernels"):
         for _ in range(3):
-            dispatch.batch_norm(X, None, None, None, None, True, 0.1, EPS, p=1.5)
-            dispatch.batch_norm(X, None, None, None, None, True, 0.1, EPS, p=1)
+            called.batch_norm(X, None, None, None, None, True, 0.1, EPS, p=1.5)
+            called.batch_norm(X, None, None, None, None, True, 0.1, EPS, p=1)
     assert [record.message for record in caplog.records] == [
         "batch norm falls back to hand-derived: "
         "there are kernels for p = 1, 2, inf, Top(k), range and mean-only, not for a general p"
@@ -225,11 +226,11 @@ class Wrapped(Tensor):
 
 
 def test_tensors_without_memory_take_the_equation():
-    backend = dispatch.batch_norm_backend(Wrapped(X))
+    backend = called.backend(Wrapped(X))
     assert backend == ("plain", "a Wrapped has no memory of its own")
-    y = dispatch.batch_norm(Wrapped(X), None, None, None, None, True, 0.1, EPS)
+    y = called.batch_norm(Wrapped(X), None, None, None, None, True, 0.1, EPS)
     torch.testing.assert_close(y.inner, lp_batch_norm(X, training=True, eps=EPS))
-    y = dispatch.layer_norm(Wrapped(X), [4], None, None, EPS)
+    y = dispatch.layer_norm(Wrapped(X), [4], Norm(eps=EPS))
     torch.testing.assert_close(y.inner, lp_layer_norm(X, [4], eps=EPS))
 
 
@@ -247,7 +248,7 @@ def test_a_dtensor_takes_the_equation(one_process, p, k):
     whole = X.cpu().clone()
     for x in (whole, distribute_tensor(whole, one_process)):
         x.requires_grad_()
-        y = dispatch.batch_norm(x, None, None, None, None, True, 0.1, EPS, p=p, k=k, act="relu")
+        y = called.batch_norm(x, None, None, None, None, True, 0.1, EPS, p=p, k=k, act="relu")
         (gradient,) = torch.autograd.grad(y.square().sum(), x)
         outputs.append([y, gradient])
     n = X.numel() // X.shape[1]
@@ -267,7 +268,7 @@ def test_a_fake_tensor_needs_no_mode_around_it():
         y.sum().backward()
         assert (type(y), y.shape, x.grad.shape) == (FakeTensor, X.shape, X.shape)
     with pytest.raises(TypeError, match="the input is a plain Tensor, so all others must be, got a FakeTensor"):
-        dispatch.layer_norm(X, [4], norm.weight.detach(), None, EPS)
+        dispatch.layer_norm(X, [4], Norm(), norm.weight.detach())
 
 
 def test_a_parameter_without_memory_is_refused():
@@ -275,11 +276,11 @@ def test_a_parameter_without_memory_is_refused():
     weight = Wrapped(torch.ones(3, device=DEVICE))
     mean = torch.zeros(3, device=DEVICE)
     with pytest.raises(TypeError, match="the input is a plain Tensor, so all others must be, got a Wrapped"):
-        dispatch.batch_norm(X, mean, None, weight, None, True, 0.1, EPS)
+        called.batch_norm(X, mean, None, weight, None, True, 0.1, EPS)
     with pytest.raises(TypeError, match="got a Wrapped"):
-        dispatch.pooled_batch_norm(X[..., None], mean, None, None, weight, True, 0.1, EPS, act="relu")
+        called.pooled_batch_norm(X[..., None], mean, None, None, weight, True, 0.1, EPS, act="relu")
     with pytest.raises(TypeError, match="got a Wrapped"):
-        dispatch.layer_norm(X, [4], None, Wrapped(torch.ones(4, device=DEVICE)), EPS)
+        dispatch.layer_norm(X, [4], Norm(), None, Wrapped(torch.ones(4, device=DEVICE)))
     assert (mean == 0).all()
 
 
@@ -289,7 +290,7 @@ def test_a_parameter_without_memory_is_refused():
 @pytest.mark.parametrize(("p", "k"), [(1.5, None), (math.inf, 66)])
 def test_fall_back_computes_the_equation(p, k):
     x = torch.randn(70, 3, device=DEVICE)
-    y = dispatch.batch_norm(x, None, None, None, None, True, 0.1, EPS, p=p, k=k)
+    y = called.batch_norm(x, None, None, None, None, True, 0.1, EPS, p=p, k=k)
     expected = lp_batch_norm(x.double(), training=True, eps=EPS, p=p, k=k)
     torch.testing.assert_close(y.double(), expected, rtol=0, atol=1e-5)
 
@@ -297,7 +298,7 @@ def test_fall_back_computes_the_equation(p, k):
 def test_empty_batch():
     mean, var = torch.ones(3, device=DEVICE), torch.ones(3, device=DEVICE)
     x = X[:0].clone().requires_grad_()
-    y = dispatch.batch_norm(x, mean, var, None, None, True, 0.1, EPS)
+    y = called.batch_norm(x, mean, var, None, None, True, 0.1, EPS)
     y.sum().backward()
     assert y.shape == (0, 3, 4)
     assert x.grad is not None
@@ -307,13 +308,13 @@ def test_empty_batch():
 
 def test_evaluation_uses_the_running_statistics():
     mean, var = torch.randn(3, device=DEVICE), torch.rand(3, device=DEVICE) + 0.5
-    y = dispatch.batch_norm(X, mean, var, None, None, False, 0.1, EPS)
+    y = called.batch_norm(X, mean, var, None, None, False, 0.1, EPS)
     expected = torch.nn.functional.batch_norm(X, mean, var, training=False, eps=EPS)
     torch.testing.assert_close(y, expected)
 
 
 def norm(x: Tensor) -> Tensor:
-    return dispatch.batch_norm(x, None, None, None, None, True, 0.1, EPS, p=1)
+    return called.batch_norm(x, None, None, None, None, True, 0.1, EPS, p=1)
 
 
 def test_function_transforms_take_the_equation():
@@ -338,10 +339,10 @@ def test_a_trace_takes_the_equation():
 
 def test_layer_and_rms_norm_agree_with_the_equation():
     weight = torch.rand(4, device=DEVICE)
-    y = dispatch.layer_norm(X, (4,), weight, None, 1e-3)
+    y = dispatch.layer_norm(X, (4,), Norm(eps=1e-3), weight)
     torch.testing.assert_close(y, lp_layer_norm(X, (4,), weight, None, 1e-3), rtol=0, atol=1e-5)
-    assert dispatch.layer_norm_backend(X, (4,)) == ("triton", "")
-    y = dispatch.rms_norm(X, (4,), weight, None, p=2)
+    assert dispatch.layer_norm_backend(X, (4,), Norm()) == ("triton", "")
+    y = dispatch.rms_norm(X, (4,), Norm(2, eps=None), weight)
     expected = torch.nn.functional.rms_norm(X, (4,), weight)
     torch.testing.assert_close(y, expected, rtol=0, atol=1e-5)
 
@@ -378,7 +379,7 @@ def test_errors_come_before_any_change(arguments, error, message):
     mean, var = torch.zeros(3, device=DEVICE), torch.ones(3, device=DEVICE)
     call = {"input": X, "weight": torch.ones(3, device=DEVICE), "bias": None, "eps": EPS, **arguments}
     with pytest.raises(error, match=message):
-        dispatch.batch_norm(running_mean=mean, running_var=var, training=True, momentum=0.1, **call)
+        called.batch_norm(running_mean=mean, running_var=var, training=True, momentum=0.1, **call)
     assert (mean == 0).all()
     assert (var == 1).all()
 
@@ -388,4 +389,4 @@ def test_a_layer_norm_parameter_elsewhere_is_refused(where):
     """A kernel would read its address as one of the input's device."""
     tensors = {"weight": None, "bias": None, where: torch.ones(4, device="meta")}
     with pytest.raises(ValueError, match="must be on the input's device"):
-        dispatch.layer_norm(X, [4], **tensors, eps=EPS)
+        dispatch.layer_norm(X, [4], Norm(), **tensors)

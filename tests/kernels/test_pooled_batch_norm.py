@@ -13,11 +13,12 @@ from torch.nn import functional as F
 pytest.importorskip("triton")
 
 from normmatters import precision
-from normmatters.functional.statistic import scale_constant
 from normmatters.kernels import dispatch, pooled_ops  # noqa: F401 (registers the operators)
 from normmatters.kernels.triton import pooled_batch_norm as kernels
 from normmatters.kernels.triton.layout import Tiling
 from normmatters.nn.batchnorm import L1BatchNorm2d
+from normmatters.norm import Norm
+from support import called
 from support.batch_norm_cases import DEVICE, EPS, made
 from support.pooled_cases import check, few_values, parameters, pooled
 
@@ -109,14 +110,14 @@ def test_the_output_need_not_show_x(dtype):
     winners = deviation.flatten(2).gather(2, at.flatten(2)).view_as(g)
     below = (winners < 0).double().mean((0, 2, 3))
     assert ((below > 0.1) & (below < 0.9))[:3].all()
-    D = ((scale_constant(1, 162, None, "exact") * deviation.abs().mean((0, 2, 3))) ** 2 + EPS).sqrt()
+    D = ((Norm(1).scale_constant(162) * deviation.abs().mean((0, 2, 3))) ** 2 + EPS).sqrt()
     torch.testing.assert_close(ours.dweight[:3].double(), ((g * winners).sum((0, 2, 3)) / D)[:3], rtol=1e-5, atol=1e-4)
 
 
 def test_nan_is_not_lost():
     x = made((2, 3, 6, 6), "channels_last")
     x[1, 1, 2, 2] = torch.nan
-    z = dispatch.pooled_batch_norm(x, None, None, None, None, True, 0.1, EPS, act="relu")
+    z = called.pooled_batch_norm(x, None, None, None, None, True, 0.1, EPS, act="relu")
     assert z[:, 1].isnan().all()
     assert z[:, [0, 2]].isfinite().all()
 
@@ -125,8 +126,8 @@ def test_bfloat16_of_any_size():
     """Keys are compared by their bits; from 2¹²¹ on these are no numbers of the type that they are compared in."""
     for power in (-60, 60, 120, 125):
         x = (made((2, 3, 4, 4), "channels_last") * 2.0**power).bfloat16()
-        z = dispatch.pooled_batch_norm(x, None, None, None, None, True, 0.1, 0.0, act="relu")
-        y = dispatch.batch_norm(x, None, None, None, None, True, 0.1, 0.0, act="relu")
+        z = called.pooled_batch_norm(x, None, None, None, None, True, 0.1, 0.0, act="relu")
+        y = called.batch_norm(x, None, None, None, None, True, 0.1, 0.0, act="relu")
         assert torch.equal(z.isnan(), F.max_pool2d(y, 3, 2, 1).isnan())
         assert torch.equal(z.nan_to_num(), F.max_pool2d(y, 3, 2, 1).nan_to_num())
 
@@ -155,14 +156,14 @@ def test_runs_are_equal():
 )
 def test_the_unfused_way(x, options, reason, monkeypatch):
     said: list[str] = []
-    monkeypatch.setattr(dispatch, "say", lambda what, backend, input: said.append(f"{what}: {backend.reason}"))
+    monkeypatch.setattr(dispatch, "log_fallback", lambda what, backend, input: said.append(f"{what}: {backend.reason}"))
     options = {"act": "relu", **options}
     weight, bias = (t.to(x.dtype) if x.dtype == torch.float64 else t for t in parameters(3).values())
     arguments = (None, None, weight, bias, True, 0.1, EPS)
     results = []
     for function in (
-        lambda x: dispatch.pooled_batch_norm(x, *arguments, **options),
-        lambda x: F.max_pool2d(dispatch.batch_norm(x, *arguments, **options), 3, 2, 1),
+        lambda x: called.pooled_batch_norm(x, *arguments, **options),
+        lambda x: F.max_pool2d(called.batch_norm(x, *arguments, **options), 3, 2, 1),
     ):
         leaf = x.detach().requires_grad_()
         z = function(leaf)
@@ -176,13 +177,13 @@ def test_the_unfused_way(x, options, reason, monkeypatch):
 def test_evaluation_and_arithmetic_are_unfused():
     x, (weight, bias) = made((2, 3, 5, 4), "channels_last"), parameters(3).values()
     running = (torch.rand(3, device=DEVICE), 0.5 + torch.rand(3, device=DEVICE))
-    z = dispatch.pooled_batch_norm(x, *running, weight, bias, False, 0.1, EPS, act="relu")
+    z = called.pooled_batch_norm(x, *running, weight, bias, False, 0.1, EPS, act="relu")
     y = F.batch_norm(x, *running, weight, bias, False, 0.1, EPS).relu()
     torch.testing.assert_close(z, F.max_pool2d(y, 3, 2, 1))
     with precision.arithmetic("fp32"):
         z, y = (
             function(x, None, None, weight, bias, True, 0.1, EPS, act="relu")
-            for function in (dispatch.pooled_batch_norm, dispatch.batch_norm)
+            for function in (called.pooled_batch_norm, called.batch_norm)
         )
         assert torch.equal(z, F.max_pool2d(y, 3, 2, 1))
 
@@ -190,7 +191,7 @@ def test_evaluation_and_arithmetic_are_unfused():
 def test_wrong_arguments_change_nothing():
     x, running = made((2, 3, 4, 4), "channels_last"), torch.zeros(3, device=DEVICE)
     with pytest.raises(ValueError, match="weight"):
-        dispatch.pooled_batch_norm(x, running, None, torch.ones(4, device=DEVICE), None, True, 0.1, EPS, act="relu")
+        called.pooled_batch_norm(x, running, None, torch.ones(4, device=DEVICE), None, True, 0.1, EPS, act="relu")
     assert not running.any()
 
 
@@ -261,7 +262,7 @@ CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_
 
 
 def arguments(save: bool = True) -> tuple:
-    x, constant = made((2, 3, 4, 3), "channels_last"), scale_constant(1, 24, None, "exact")
+    x, constant = made((2, 3, 4, 3), "channels_last"), Norm(1).scale_constant(24)
     tensors = [t.requires_grad_() if save else t for t in (x, *parameters(3).values())]
     running = (*(torch.rand(3, device=DEVICE) for _ in range(2)), torch.zeros((), dtype=torch.int64, device=DEVICE))
     return (*tensors, *running, 0.3, EPS, constant, save)
@@ -292,7 +293,7 @@ def test_saved_bytes(memory):
     weight, bias = (t.requires_grad_() for t in parameters(8).values())
     packed: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
-        z = dispatch.pooled_batch_norm(x, None, None, weight, bias, True, 0.1, EPS, act="relu", memory=memory)
+        z = called.pooled_batch_norm(x, None, None, weight, bias, True, 0.1, EPS, act="relu", memory=memory)
     unique = {t.untyped_storage().data_ptr(): t for t in packed}
     kept = sum(t.untyped_storage().nbytes() for at, t in unique.items() if at != weight.data_ptr())
     size = x.numel() * 2

@@ -11,10 +11,9 @@ from torch.nn import functional as F
 
 pytest.importorskip("triton")
 
-from normmatters.kernels import dispatch
 from normmatters.nn.batchnorm import L1BatchNorm2d
 from normmatters.surgery import convert
-from support import tolerances
+from support import called, tolerances
 from support.batch_norm_cases import DEVICE, made
 from support.gpu_steps import check_cuda_graph, equal, step
 from support.pooled_cases import check, compare_pooled, few_values, off_the_fence, parameters, pooled
@@ -190,4 +189,4 @@ def test_the_pool_keeps_three_bytes_an_element_of_its_output():
     z = norm(x)
     kept = torch.cuda.memory_allocated() - before - z.numel() * 2
     assert 3 * z.numel() <= kept <= 3.02 * z.numel() + 2**20
-    assert dispatch.batch_norm_backend(x).name == "triton"
+    assert called.backend(x).name == "triton"

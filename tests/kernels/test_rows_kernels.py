@@ -13,11 +13,9 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from normmatters.kernels.triton import rows
-from normmatters.kernels.triton.rotate_rows import MOMENTUM, NESTEROV, RotationPlan
-from normmatters.kernels.triton.row_norms import RowNormsPlan
-from normmatters.optim import AngularSGD, NormRecorder, StepSizeCorrection, angular_update, channel_norms, multi_tensor
-from normmatters.optim._rows import Channels
-from normmatters.optim.multi_tensor import Momentum, rotate_channel_
+from normmatters.kernels.triton.rows import MOMENTUM, NESTEROV, RotationPlan, RowNormsPlan
+from normmatters.optim import AngularSGD, NormRecorder, StepSizeCorrection, angular_update, channel_norms, channels
+from normmatters.optim.channels import Channels, Momentum, rotate_channel_
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -76,9 +74,9 @@ def test_momentum_is_taken_in_on_the_way(nesterov, on_device):
 
 def test_the_turner_looks_again_where_a_layout_changes(monkeypatch):
     """A step with gradients strided otherwise, of another dtype, or along another dimension is a right step."""
-    monkeypatch.setattr(multi_tensor, "_LAUNCH_ON", (DEVICE,))
+    monkeypatch.setitem(channels.BACKENDS, DEVICE, "normmatters.kernels.triton.rows")
     torch.manual_seed(0)
-    momentum, turn = Momentum(0.9), multi_tensor.ChannelTurner()
+    momentum, turn = Momentum(0.9), channels.ChannelRotator()
     shapes = [(6, 5, 3, 3), (7, 20)]
     weights, buffers = (matrices(shapes) for _ in range(2))
     norms = [channel_norms(w) for w in weights]
@@ -92,7 +90,7 @@ def test_the_turner_looks_again_where_a_layout_changes(monkeypatch):
             for xs in (weights, buffers, grads):
                 xs[1] = xs[1].double()
         turn(weights, buffers, grads, norms, 0.1, 0, momentum)
-        found.append((turn._plain, [members for members, _ in turn._launches]))
+        found.append((turn.plain, [members for members, _ in turn.launches]))
         directions = momentum.take_in_(exact, [g.double() for g in grads])
         for w, d, g, norm in zip(expected, directions, grads, norms):
             rotate_channel_(w, d, g.double(), norm.double(), 0.1)
@@ -105,7 +103,7 @@ def test_angular_sgd_takes_the_same_steps_through_the_kernel(monkeypatch):
     """Beside weights that it does not take, with a gradient that comes and goes, and from a saved state."""
     runs = []
     for kernel in (True, False):
-        monkeypatch.setattr(multi_tensor, "_LAUNCH_ON", (DEVICE,) if kernel else ())
+        monkeypatch.setattr(channels, "BACKENDS", {DEVICE: "normmatters.kernels.triton.rows"} if kernel else {})
         torch.manual_seed(0)
         weights = [torch.nn.Parameter(w) for w in matrices([(5, 3, 3, 3), (4, 9), (3, 8, 2)])]
         bias = torch.nn.Parameter(torch.zeros(4, device=DEVICE))
@@ -322,12 +320,12 @@ def test_the_recorder_records_the_same_through_the_kernel(monkeypatch):
     """Beside weights that the kernel does not take: along dimension 1, whole, and of another dtype."""
     recordings = []
     launches = []
-    real = multi_tensor.ChannelMeter._launch_of
+    real = channels.ChannelMeter._launch_of
     monkeypatch.setattr(
-        multi_tensor.ChannelMeter, "_launch_of", lambda self, members: launches.append(members) or real(self, members)
+        channels.ChannelMeter, "_launch_of", lambda self, members: launches.append(members) or real(self, members)
     )
     for kernel in (True, False):
-        monkeypatch.setattr(multi_tensor, "_LAUNCH_ON", (DEVICE,) if kernel else ())
+        monkeypatch.setattr(channels, "BACKENDS", {DEVICE: "normmatters.kernels.triton.rows"} if kernel else {})
         torch.manual_seed(0)
         dims = {"conv": 0, "transposed": 1, "whole": None, "half": 0, "vector": 0}
         weights = dict(zip(dims, matrices([(5, 3, 3, 3), (4, 6, 2, 2), (3, 7), (4, 9), (11,)])))
@@ -349,16 +347,16 @@ def test_the_recorder_records_the_same_through_the_kernel(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_channels_are_scaled_each_by_its_number(dtype, monkeypatch):
     """Beside weights that the kernel does not take."""
-    monkeypatch.setattr(multi_tensor, "_LAUNCH_ON", (DEVICE,))
+    monkeypatch.setitem(channels.BACKENDS, DEVICE, "normmatters.kernels.triton.rows")
     dims = {"conv": 0, "transposed": 1, "whole": None, "long": 0, "odd": 0}
     tensors = [w.to(dtype) for w in matrices([(5, 3, 3, 3), (4, 6, 2, 2), (3, 7), (2, 2100), (19, 130)])]
     weights = dict(zip(dims, tensors))
-    channels = Channels(weights, dims)
-    ratio = torch.rand(channels.total, device=DEVICE) * 3
-    expected = [r.double() * w.double() for w, r in zip(tensors, channels.broadcast(ratio))]
-    scaler = multi_tensor.ChannelScaler(channels, ratio)
+    rows_of = Channels(weights, dims)
+    ratio = torch.rand(rows_of.total, device=DEVICE) * 3
+    expected = [r.double() * w.double() for w, r in zip(tensors, rows_of.broadcast(ratio))]
+    scaler = channels.ChannelScaler(rows_of, ratio)
     scaler.scale_()
-    assert (scaler._plain, len(scaler._launches)) == ([1, 2], 1)
+    assert (scaler.plain, len(scaler.launches)) == ([1, 2], 1)
     for w, reference in zip(tensors, expected):
         # One rounding in the kernel, two where the plain path rounds the ratio too.
         torch.testing.assert_close(w.double(), reference, rtol=2 * torch.finfo(dtype).eps, atol=0)
@@ -367,7 +365,7 @@ def test_channels_are_scaled_each_by_its_number(dtype, monkeypatch):
 def test_step_size_correction_takes_the_same_steps_through_the_kernels(monkeypatch):
     runs = []
     for kernel in (True, False):
-        monkeypatch.setattr(multi_tensor, "_LAUNCH_ON", (DEVICE,) if kernel else ())
+        monkeypatch.setattr(channels, "BACKENDS", {DEVICE: "normmatters.kernels.triton.rows"} if kernel else {})
         torch.manual_seed(0)
         weights = {n: torch.nn.Parameter(w) for n, w in zip("ab", matrices([(5, 3, 3, 3), (4, 9)]))}
         reference = torch.optim.SGD(weights.values(), lr=0.1, weight_decay=0.1)
@@ -384,9 +382,9 @@ def test_step_size_correction_takes_the_same_steps_through_the_kernels(monkeypat
                     w.grad = (g - along * w).detach()  # as a normalization behind it would have it
                 optimizer.step()
             recorder.remove()
-        assert bool(optimizer._scaler._launches) is kernel
+        assert bool(optimizer._scaler.launches) is kernel
         copied = copy.deepcopy(optimizer)  # launches are not copied
-        assert copied._scaler._launches == []
+        assert copied._scaler.launches == []
         runs.append([*weights.values(), *optimizer.ratio.values()])
     for ours, plain in zip(*runs):
         torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-6)
@@ -397,7 +395,7 @@ def test_the_recorder_in_a_graph_through_the_kernel_and_plain(monkeypatch):
     shapes = [(64, 3, 7, 7), (256, 64, 1, 1), (512, 512, 3, 3)]
     runs = []
     for captured, kernel in ((False, True), (True, True), (False, False)):
-        monkeypatch.setattr(multi_tensor, "_LAUNCH_ON", (DEVICE,) if kernel else ())
+        monkeypatch.setattr(channels, "BACKENDS", {DEVICE: "normmatters.kernels.triton.rows"} if kernel else {})
         torch.manual_seed(0)
         weights = {n: torch.nn.Parameter(w) for n, w in zip("abc", matrices(shapes))}
         for w in weights.values():

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("triton")
 
-from normmatters.functional.statistic import scale_constant
-from normmatters.kernels import ops, twin_ops  # noqa: F401 (registers the operators)
+from normmatters.kernels import dispatch, ops, twin_ops  # noqa: F401 (registers the operators)
 from normmatters.kernels.triton import batch_norm_small, batch_norm_statistics
 from normmatters.nn import L1BatchNorm2d, twin
 from support.batch_norm_cases import DEVICE, EPS, affine, made
@@ -147,19 +146,17 @@ def test_bitwise_equal_from_run_to_run():
 # What is saved -------------------------------------------------------------------------------------------------------
 
 
-def state(norm: Norm) -> tuple:
-    constant = scale_constant(1, norm.x.numel() // norm.x.shape[1], None, "exact")
-    return None, None, norm.weight, norm.bias, 0.1, EPS, constant, None
+def added(first: Norm, second: Norm, memory: str, linked: bool = False) -> tuple[Tensor, Tensor | None]:
+    return dispatch.twin_batch_norm(first.side(memory), second.side(memory), linked=linked)
 
 
 @pytest.mark.parametrize(("memory", "share"), [("lean", 0.5), ("exact", 2.25)])
 def test_saved_bytes(memory, share):
     first, second = two((32, 4, 8, 16), "channels_last", torch.float16)
+    first.x.requires_grad_()
     packed: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
-        y, _ = twin_ops.twin_batch_norm(
-            first.x.requires_grad_(), state(first), second.x, state(second), memory=memory, linked=False
-        )
+        y, _ = added(first, second, memory)
     unique = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in packed}
     assert y.untyped_storage().data_ptr() not in unique
     size = y.untyped_storage().nbytes()
@@ -168,16 +165,15 @@ def test_saved_bytes(memory, share):
 
 def test_nothing_is_saved_without_grad_and_no_gradient_for_what_needs_none():
     first, second = two(SHAPE)
+    first.x.requires_grad_()
     with torch.no_grad():
-        quiet, link = twin_ops.twin_batch_norm(
-            first.x.requires_grad_(), state(first), second.x, state(second), memory="lean", linked=True
-        )
+        quiet, link = added(first, second, "lean", linked=True)
     assert link is None
     assert quiet.grad_fn is None
     torch.testing.assert_close(quiet.double(), (first.plain() + second.plain()).relu().detach(), rtol=0, atol=1e-5)
     first.x.requires_grad_(False)
     second.weight.requires_grad_()
-    y, _ = twin_ops.twin_batch_norm(first.x, state(first), second.x, state(second), memory="exact", linked=False)
+    y, _ = added(first, second, "exact")
     assert torch.equal(y, quiet)
     y.backward(torch.ones_like(y))
     assert first.x.grad is second.x.grad is first.bias.grad is None
@@ -188,7 +184,7 @@ def test_nothing_is_saved_without_grad_and_no_gradient_for_what_needs_none():
 def test_second_derivatives_are_refused():
     first, second = two(SHAPE)
     x = first.x.requires_grad_()
-    y, _ = twin_ops.twin_batch_norm(x, state(first), second.x, state(second), memory="exact", linked=False)
+    y, _ = added(first, second, "exact")
     (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="only once"):
         dx.sum().backward()
@@ -239,7 +235,7 @@ class Pair(nn.Module):
         self.first, self.second = L1BatchNorm2d(3, act="relu", memory=memory), L1BatchNorm2d(3, memory=memory)
 
     def forward(self, x1: Tensor, x2: Tensor) -> Tensor:
-        assert twin.fit(self.first, x1, self.second, x2)
+        assert twin.twin_fits(self.first, x1, self.second, x2)
         z, link = twin.twin_batch_norm(self.first, x1, self.second, x2, linked=True)
         z, _ = self.first.forward_linked(2 * z, z, link, linked=False)
         return z

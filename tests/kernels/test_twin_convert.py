@@ -106,7 +106,7 @@ def step(model, call=None):
 def by_two(model):
     """A step of a copy in which nothing fits; on a CPU it goes by the equations."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(twin, "fit", lambda *_: False)
+        patched.setattr(twin, "twin_fits", lambda *_: False)
         if all(module.memory == "exact" for module in model.modules() if isinstance(module, LpBatchNorm2d)):
             patched.setattr(backends, "INTERPRETED", False)
         return step(copy.deepcopy(model))

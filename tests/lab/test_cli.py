@@ -16,8 +16,9 @@ from rich.console import Console
 
 from normmatters import cli
 from normmatters.lab.config import to_json
-from normmatters.lab.progress import RunsView
-from normmatters.lab.reproduce import Job, Runner, plan
+from normmatters.lab.plan import PlannedRun, make_plan
+from normmatters.lab.runner import Runner
+from normmatters.lab.terminal import RunsView
 from support.synthetic_runs import write_run
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb"}
@@ -67,7 +68,7 @@ def test_help_loads_nothing_slow() -> None:
         "from normmatters.cli import main\n"
         "try: main()\n"
         "except SystemExit: pass\n"
-        "slow = {'matplotlib', 'sklearn', 'normmatters.lab.trainer', 'normmatters.lab.report'} & set(sys.modules)\n"
+        "slow = {'matplotlib', 'sklearn', 'normmatters.lab.run', 'normmatters.lab.report'} & set(sys.modules)\n"
         "assert not slow, slow"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=ENV)
@@ -216,7 +217,7 @@ def test_train_names_a_run_after_its_place_and_says_what_went_otherwise(
 
 
 def test_one_reason_of_many_runs_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    console, jobs = Console(), plan(["fig4"], "quick", tmp_path)
+    console, jobs = Console(), make_plan(["fig4"], "quick", tmp_path)
     view = RunsView(console, jobs)
     for job in jobs:
         job.state, job.reason = "failed", "no image folder [data]"
@@ -234,7 +235,7 @@ def test_what_is_finished_does_not_change_how_the_rest_rounds(
     """Sums round otherwise on more threads: a run that is left alone must not get those of its neighbours."""
     threads: list[int | None] = []
 
-    def note(self: Runner, *_: object) -> list[Job]:
+    def note(self: Runner, *_: object) -> list[PlannedRun]:
         waiting = self.of("waiting")
         threads.extend(job.config.runtime.threads for job in waiting)
         for job in waiting[1:]:
@@ -252,7 +253,7 @@ def test_what_is_finished_does_not_change_how_the_rest_rounds(
 
 
 def test_a_run_that_diverged_after_some_epochs_is_told_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    jobs = plan(["fig4"], "quick", tmp_path)[:2]
+    jobs = make_plan(["fig4"], "quick", tmp_path)[:2]
     view = RunsView(Console(), jobs)
     for job, diverge in zip(jobs, (True, False)):
         write_run(tmp_path, job.id, diverge=diverge)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from normmatters.lab.config import to_json
-from normmatters.lab.trainer import train
+from normmatters.lab.run import train
 from support.lab_runs import rows, small_run
 
 RUNS = {
@@ -51,7 +51,7 @@ def test_two_processes_equal_one(tmp_path: Path) -> None:
         "import json, sys\n"
         "from pathlib import Path\n"
         "from normmatters.lab.config import from_dict\n"
-        "from normmatters.lab.trainer import train\n"
+        "from normmatters.lab.run import train\n"
         "folder = Path(sys.argv[1])\n"
         "for name in sys.argv[2:]:\n"
         "    train(from_dict(json.loads((folder / f'{name}.json').read_text())), folder / 'two' / name)\n"

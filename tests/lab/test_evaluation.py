@@ -10,10 +10,12 @@ from torch import Tensor
 
 from normmatters.lab.config import RunConfig
 from normmatters.lab.data import ImageData, Shard, load_data
-from normmatters.lab.graph import step_graphs
 from normmatters.lab.models import build_model
 from normmatters.lab.objective import Classification
-from normmatters.lab.step import Arithmetic, Evaluation
+from normmatters.lab.side_by_side.graph_steps import GraphEvaluation
+from normmatters.lab.side_by_side.graphs import CudaGraphs
+from normmatters.lab.side_by_side.small_conv import use_small_convolutions
+from normmatters.lab.steps import Arithmetic, Evaluation
 from support.fake_graphs import FakeGraphs
 from support.lab_runs import small_run
 
@@ -25,7 +27,10 @@ def looks(config: RunConfig, device: torch.device, graphs: Any) -> list[Tensor]:
     assert isinstance(data, ImageData)
     model = build_model(config.model, data).to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     objective = Classification(data, 0.0, device)
-    evaluation = Evaluation(model, objective, Arithmetic(config.precision, device), graphs)
+    use_small_convolutions(model)
+    evaluation = Evaluation(model, objective, Arithmetic(config.precision, device), lambda: None)
+    if graphs is not None:
+        evaluation = GraphEvaluation(evaluation, graphs)
     found = []
     for _ in range(3):
         model.train()
@@ -51,7 +56,7 @@ def config(device: str, **model: str) -> RunConfig:
 def test_by_graphs_as_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeGraphs, "recorded", [])
     device = torch.device("cpu")
-    by_hand, by_graphs = looks(config("cpu"), device, None), looks(config("cpu"), device, FakeGraphs())
+    by_hand, by_graphs = looks(config("cpu"), device, None), looks(config("cpu"), device, FakeGraphs(device))
     assert [(name, images[0]) for name, (images, _) in FakeGraphs.recorded] == [("evaluation", 80), ("evaluation", 40)]
     assert torch.equal(torch.stack(by_graphs), torch.stack(by_hand))
     losses = [float(sums[0]) for sums in by_hand]
@@ -68,7 +73,7 @@ def test_by_graphs_as_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_on_a_gpu_by_graphs_as_by_hand(model: dict[str, str]) -> None:
     device = torch.device("cuda")
     by_hand = torch.stack(looks(config("cuda", **model), device, None))
-    by_graphs = torch.stack(looks(config("cuda", **model), device, step_graphs(device, None)))
+    by_graphs = torch.stack(looks(config("cuda", **model), device, CudaGraphs(device)))
     torch.testing.assert_close(by_graphs[:, 0], by_hand[:, 0], rtol=2e-3, atol=0)  # another kernel of cuDNN's at most
     assert (by_graphs[:, 1] - by_hand[:, 1]).abs().max() <= 1
     assert len(set(by_hand[:, 0].tolist())) == 3

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from normmatters.lab.config import from_dict
+from normmatters.lab.config import from_dict, run_path
 from normmatters.lab.publish import END, publish, redraw
 from normmatters.lab.report import collect, judge_all
-from normmatters.lab.reproduce import run_folder
-from normmatters.lab.trainer import train
+from normmatters.lab.run import train
 from support.lab_runs import small_run
 from support.markdown_pages import ROOT
 from support.synthetic_runs import write_run
@@ -110,17 +109,17 @@ def test_pages_are_redrawn_from_the_files_alone(tmp_path: Path) -> None:
     assert claims.startswith("# Project\n<!-- numbers: E1 figures -->\n| |")
     assert claims.endswith(f"{END}\nmore\n<!-- numbers: E6 E8 -->\nNo runs of it are published.\n{END}\n")
     assert "old" not in claims
-    assert "| ✓ | Weight decay improves a network with batch norm (E1) | 90.60 − 89.35 = +1.25 (noise" in claims
-    assert ") | 3 and 2 | `cifar` |" in claims
+    measured = "90.60 − 89.35 = +1.25 (no interval from 2 seeds)"
+    assert f"| – | Weight decay improves a network with batch norm (E1) | {measured} | 3 and 2 | `cifar` |" in claims
     assert "2 to 3 seeds each" in reports[1].html.read_text()
     assert "no finished run" not in claims
     assert claims.count("Weight decay improves") == 1
     assert "| – | Norm schedule ends where weight decay does (E1) | not run: `fig1/norm_schedule` | | |" in claims
     assert "| – | Step-size correction ends where weight decay does (E1) | not run at one preset | | |" in claims
-    assert "![fig1-0](results/cifar/report/figures/fig1-0.svg)" in claims
+    assert "![Figure 1: Weight decay is a step size](results/cifar/report/figures/fig1-0.svg)\n*Figure 1:" in claims
     assert (results / "cifar" / "report" / "figures" / "fig1-0.svg").is_file()
     verdicts = {v.claim.text: v.verdict for v in judge_all(collect([results / "cifar"]))}
-    assert verdicts["Weight decay improves a network with batch norm"] == "holds"
+    assert verdicts["Weight decay improves a network with batch norm"] == "open"
     before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
     redraw(results, [readme])
     assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
@@ -149,7 +148,7 @@ def test_a_name_that_leads_elsewhere_is_refused(tmp_path: Path, name: str) -> No
         publish([tmp_path / "runs"], tmp_path / "results" / "quick")
     assert [p.name for p in tmp_path.iterdir()] == ["runs"]
     with pytest.raises(ValueError, match="cell names a folder"):
-        run_folder(tmp_path, from_dict(config | {"cell": name}))
+        run_path(tmp_path, from_dict(config | {"cell": name}))
 
 
 def test_a_damaged_run_leaves_every_page_as_it_was(tmp_path: Path) -> None:
@@ -180,8 +179,35 @@ def test_an_overview_tells_a_claim_once_from_its_longest_runs(tmp_path: Path) ->
     assert "= +3.0" in rows[0][0]
     assert "= +3.0" in rows[1][0]
     assert "= +1.0" in rows[1][1]
-    assert overview.count("![supp2-0]") == 1
+    assert overview.count("![Supplementary Figure 2") == 1
     assert "results/cifar/report/figures/supp2-0.svg" in overview
+
+
+def test_an_overview_keeps_shorter_runs_that_disagree(tmp_path: Path) -> None:
+    results, page = tmp_path / "results", tmp_path / "page.md"
+    for preset, gap in (("short", -3.0), ("cifar", 3.0)):
+        for seed in range(3):
+            write_run(tmp_path / preset, "supp2/bwn", seed=seed, bleu=20 + gap + seed / 10, preset=preset)
+            write_run(tmp_path / preset, "supp2/none", seed=seed, bleu=20.0, preset=preset)
+        publish([tmp_path / preset], results / preset)
+    page.write_text(f"<!-- numbers: E6 figures -->{END}\n")
+    redraw(results, [page])
+    rows = [line for line in page.read_text().splitlines() if "beats no norm" in line]
+    assert [line[:5] for line in rows] == ["| ✓ |", "| ✗ |"]
+
+
+def test_claims_that_came_after_their_runs_are_listed(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    for cell, time in (("wd_on", "2026-11-15T19:55:47Z"), ("wd_off", "2026-11-15T19:55:47Z"), ("wd_free", "")):
+        folder = write_run(tmp_path / "cifar", f"fig1/{cell}", preset="cifar")
+        (folder / "environment.json").write_text(json.dumps({"time": time}))
+    publish([tmp_path / "cifar"], tmp_path / "results" / "cifar")
+    page.write_text(f"<!-- numbers: dates -->{END}\n")
+    redraw(tmp_path / "results", [page])
+    text = page.read_text()
+    late = "| Weight-decay-free SGD ends where weight decay does (ours) (E1) | 2026-11-15 20:17 | 2026-11-15 19:55 |"
+    assert late in text
+    assert "| Weight decay improves" not in text
 
 
 def test_mistakes_are_told(tmp_path: Path) -> None:

@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 
 from normmatters.lab import checkpoint
 from normmatters.lab.config import to_json
+from normmatters.lab.files import RunError
 from normmatters.lab.regimes import Regime, _optimizer
-from normmatters.lab.runlog import RunError
-from normmatters.lab.trainer import train
+from normmatters.lab.run import train
 from support.lab_runs import rows, small_run
 
 MODES: dict[str, dict[str, Any]] = {
@@ -129,7 +129,7 @@ def test_kill_9_at_random_moments(tmp_path: Path) -> None:
     config = small_run(optim={"epochs": 12, "milestones": [6]}, runtime={"record": "step", "threads": 1})
     (tmp_path / "run.json").write_text(to_json(config))
     program = (
-        "import json, sys; from normmatters.lab.config import from_dict; from normmatters.lab.trainer import train; "
+        "import json, sys; from normmatters.lab.config import from_dict; from normmatters.lab.run import train; "
         "train(from_dict(json.load(open(sys.argv[1]))), sys.argv[2])"
     )
     command = [sys.executable, "-c", program, str(tmp_path / "run.json"), str(tmp_path / "killed")]

@@ -15,7 +15,7 @@ from normmatters.lab.config import DataConfig, ModelConfig, from_dict
 from normmatters.lab.data import TextData, load_data
 from normmatters.lab.data.text import BOS, EOS, PAD
 from normmatters.lab.models import Translator, build_text_model
-from normmatters.lab.trainer import train
+from normmatters.lab.run import train
 from normmatters.lab.translate import beam_search, bleu, length_penalty, translate
 
 WORDS = [3, 4, 5]  # the toy's vocabulary, after PAD, BOS and EOS

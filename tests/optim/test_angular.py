@@ -7,11 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from normmatters.optim import _common, multi_tensor
-from normmatters.optim._rows import angular_update, channel_norms
-from normmatters.optim.angular import Angular, AngularSGD
+from normmatters.optim import Angular, AngularSGD, _base, channels
+from normmatters.optim.channels import ChannelRotator, Momentum, angular_update, channel_norms, rotate_channel_
 from normmatters.optim.equilibrium import adamw_equilibrium_angle, equilibrium_angle
-from normmatters.optim.multi_tensor import ChannelTurner, Momentum, rotate_channel_
 from support.digits import IMAGES, LABELS, backward, digit_net, split, train
 from support.quick_interpreter import quicken
 
@@ -279,7 +277,7 @@ def test_errors_name_the_parameter_and_change_nothing():
     assert torch.equal(before["0.weight"], net[0].weight)
     assert not any(optimizer.state.values())
 
-    with pytest.raises(ValueError, match=r"'1.weight'.*fewer than two numbers a neuron"):
+    with pytest.raises(ValueError, match=r"'1.weight'.*fewer than two numbers"):
         AngularSGD(net.named_parameters(), angle=0.1)
     with pytest.raises(ValueError, match="give either angle, or lr and weight_decay"):
         AngularSGD(net[0].parameters())
@@ -309,7 +307,7 @@ def test_errors_name_the_parameter_and_change_nothing():
 @pytest.mark.parametrize(("options", "fused"), [({}, True), ({"nesterov": True}, True), ({"foreach": True}, False)])
 def test_ordinary_groups_take_the_fused_kernel(options, fused, monkeypatch):
     """As parameters on a GPU do; here on a CPU, which has the kernel too. The steps are SGD's."""
-    monkeypatch.setattr(_common, "_FUSED_BY_DEFAULT", ("cpu",))
+    monkeypatch.setattr(_base, "FUSED_ON", {"cpu"})
     calls = []
     real = torch._fused_sgd_
     monkeypatch.setattr(torch, "_fused_sgd_", lambda *args, **kwargs: (calls.append(args), real(*args, **kwargs)))
@@ -337,8 +335,8 @@ def check_kernel(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     grads[0][1] = 0
     directions[2][3] = weights[2][3] * 2
     norms = [channel_norms(w) * 2 for w in weights]
-    monkeypatch.setattr(multi_tensor, "_LAUNCH_ON", (device,))
-    turn = ChannelTurner()
+    monkeypatch.setitem(channels.BACKENDS, device, "normmatters.kernels.triton.rows")
+    turn = ChannelRotator()
     for momentum in (None, Momentum(0.9), Momentum(0.8, -1.0, True)):
         expected, buffers = ([x.double() for x in xs] for xs in (weights, directions))
         for angle in (0.1, torch.tensor(-0.3, device=device)):
@@ -346,8 +344,8 @@ def check_kernel(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
             for w, d, g, n in zip(expected, ds, grads, norms):
                 rotate_channel_(w, d, g.double(), n, angle)
             turn(weights, directions, grads, norms, angle, 0, momentum)
-            assert len(turn._launches) == 1
-            assert not turn._plain
+            assert len(turn.launches) == 1
+            assert not turn.plain
             for ours, exact in zip([*weights, *directions], [*expected, *buffers]):
                 # √700 float32 roundings of numbers of size 1 to 10
                 torch.testing.assert_close(ours.double(), exact, rtol=0, atol=2e-5)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from normmatters.optim._rows import angular_update, channel_norms
+from normmatters.optim.channels import angular_update, channel_norms
 from normmatters.optim.equilibrium import (
     adamw_equilibrium_angle,
     adamw_equilibrium_norm,
@@ -28,7 +28,7 @@ def batches(count: int, size: int = 16, seed: int = 9) -> Tensor:
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_norm_and_angle_of_a_real_net_within_five_percent(momentum):
-    """Digits, a convnet, SGD with weight decay: every channel's norm, and the angle a step, in the second half."""
+    """Digits, a convnet, SGD with weight decay: every channel's norm, and the angle per step, in the second half."""
     lr, weight_decay = (0.1, 5e-3) if momentum else (0.3, 1e-2)
     net = digit_net()
     invariant, rest = split(net)
@@ -173,7 +173,7 @@ def test_translated_recipes_train_the_same_way():
 
 def test_explain_says_the_numbers():
     rows = {row.quantity: row.value for row in explain(0.1, 5e-4, 0.9)}
-    assert rows["angle a step"].startswith("0.007255 rad")
+    assert rows["angle per step"].startswith("0.007255 rad")
     assert rows["time to equilibrium"] == "500 steps"
     assert rows["memory"] == "2000 steps"
     assert rows["same: no weight decay"] == "AngularSGD(angle=0.007255, momentum=0.9)"
@@ -183,7 +183,7 @@ def test_explain_says_the_numbers():
     for _ in range(3000):
         last = alpha
         alpha, kappa = next_alpha_kappa(alpha, kappa, 0.1, 5e-4, 0.9)
-    assert rows["same: growing lr"] == f"× {(alpha / last) ** 2:.6g} a step"
+    assert rows["same: growing lr"] == f"× {(alpha / last) ** 2:.6g} per step"
     assert {r.quantity: r.value for r in explain(0.1, 0.05, 0.9)}["same: growing lr"] == "none"
     assert {r.quantity: r.value for r in explain(1.0, 1.0)}["same: growing lr"] == "none"
     assert {r.quantity: r.value for r in explain(3.0, 1.0, 0.9)}["same: no weight decay"] == "none"  # > π/2: refused

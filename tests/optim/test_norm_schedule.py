@@ -220,7 +220,7 @@ def test_errors_name_the_parameter_and_change_nothing(recorded: tuple[Recording,
     with pytest.raises(ValueError, match="parameters= must say"):
         NormSchedule(optimizer, SCHEDULES["drops"])
     fails("'0.weight' must be trained without weight decay", opt=SGD(groups(model, 1e-3), lr=0.1))
-    fails("'0.weight' is turned by an angle", opt=Angular(SGD(groups(model, 0.0)[:1], lr=0.1), angle=0.1))
+    fails("'0.weight' is turned by", opt=Angular(SGD(groups(model, 0.0)[:1], lr=0.1), angle=0.1))
     fails("'0.weight' and 'tied' are one tensor", parameters=weights(model) | {"tied": model[0].weight})
     fails("group 1 shares its learning rate's tensor", opt=SGD(groups(model, 0.0), lr=torch.tensor(0.1)))
     fails("does not hold 'w'", parameters={"w": torch.ones(2, 2)})

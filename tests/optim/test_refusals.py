@@ -34,7 +34,7 @@ from normmatters.optim import (
     predict_equilibrium,
     steps_to_equilibrium,
 )
-from normmatters.optim._rows import resolve
+from normmatters.optim.channels import named_weights
 from support.optim_nets import INVARIANT, convnet, groups, train
 
 
@@ -193,7 +193,7 @@ def test_angular_sgd_refuses_a_group_and_stays_as_it_was(group: dict[str, Any], 
 def test_angular_sgd_has_no_angle_for_complex_weights_and_single_numbers() -> None:
     with pytest.raises(ValueError, match="is complex"):
         AngularSGD([nn.Parameter(torch.ones(2, 2, dtype=torch.complex64))], angle=0.1)
-    with pytest.raises(ValueError, match="fewer than two numbers a neuron"):
+    with pytest.raises(ValueError, match="fewer than two numbers"):
         AngularSGD([weight(4)], angle=0.1)
 
 
@@ -272,8 +272,8 @@ def recording(**changes: Any) -> Recording:
     [
         ({"lr": torch.full((3, 1), 0.1)}, r"3 rows need lr and weight_decay of \[2, groups\]"),
         ({"weight_decay": torch.full((2,), 0.1)}, r"3 rows need lr and weight_decay of \[2, groups\]"),
-        ({"shapes": {}}, "and not its shape and dim"),
-        ({"dims": {}}, "and not its shape and dim"),
+        ({"shapes": {}}, "shape and dim"),
+        ({"dims": {}}, "shape and dim"),
         ({"norms": {"w": torch.ones(3, 3)}}, r"must be \[3, 2\], got \[3, 3\]"),
         ({"norms": {"w": torch.ones(2, 2)}}, r"must be \[3, 2\], got \[2, 2\]"),
         ({"angles": {"v": torch.ones(2, 2)}}, r"angles of 'w' must be \[2, 2\]"),
@@ -378,11 +378,11 @@ def test_norms_that_no_decay_made_are_no_reference(user: Any, kind: str, tmp_pat
 def test_names_and_weights_must_be_there_once() -> None:
     w = weight(2, 2)
     with pytest.raises(ValueError, match="'w' appears twice"):
-        resolve([("module.w", w), ("w", w)])
+        named_weights([("module.w", w), ("w", w)])
     with pytest.raises(ValueError, match="no weights to work on"):
-        resolve(nn.BatchNorm1d(3))
+        named_weights(nn.BatchNorm1d(3))
     with pytest.raises(TypeError, match="pairs"):
-        resolve([("w", 3)])  # type: ignore[list-item]
+        named_weights([("w", 3)])  # type: ignore[list-item]
 
 
 def test_parameters_without_a_gradient_are_left_alone() -> None:
@@ -472,8 +472,8 @@ def test_a_wrapper_that_refuses_a_state_keeps_its_own() -> None:
     ("source", "error", "message"),
     [
         (ReduceLROnPlateau, TypeError, "needs a metric at each step"),
-        (lambda o: OneCycleLR(o, 0.2, total_steps=9), ValueError, "OneCycleLR moves the momentum too"),
-        (lambda o: CyclicLR(o, 0.1, 0.2), ValueError, "CyclicLR moves the momentum too"),
+        (lambda o: OneCycleLR(o, 0.2, total_steps=9), ValueError, "OneCycleLR [a-z]+ the momentum"),
+        (lambda o: CyclicLR(o, 0.1, 0.2), ValueError, "CyclicLR [a-z]+ the momentum"),
     ],
     ids=["plateau", "one cycle", "cyclic"],
 )

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 
-from normmatters.optim import WeightDecayFreeAdamW, WeightDecayFreeSGD, _decay_free
+from normmatters.optim import WeightDecayFreeAdamW, WeightDecayFreeSGD, _base
 
 KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "SGD": (WeightDecayFreeSGD, torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0.02}),
@@ -154,7 +154,7 @@ class Sequence:
 def test_any_sequence_has_the_weights_of_weight_decay(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     adam = importlib.import_module("torch.optim.adam")
     monkeypatch.setattr(adam, "_get_capturable_supported_devices", lambda **_: ["cpu"])
-    monkeypatch.setattr(_decay_free, "RESCALE_AT", 1.05)
+    monkeypatch.setattr(_base, "RESCALE_AT", 1.05)
     alphas = []
     for seed in range(14):
         sequence, done = Sequence(kind, seed), list[str]()

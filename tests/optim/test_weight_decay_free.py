@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from normmatters.optim import _common
-from normmatters.optim._decay_free import RESCALE_AT
+from normmatters.optim import _base
+from normmatters.optim._base import RESCALE_AT
 from normmatters.optim.weight_decay_free import WeightDecayFreeSGD, largest_decay, next_alpha_kappa
 from normmatters.optim.weight_decay_free_adamw import WeightDecayFreeAdamW
 from support.digits import IMAGES, backward, digit_net, direction_error, split, train
@@ -172,7 +172,7 @@ def test_implementations_agree(options, momentum, nesterov):
 )
 def test_the_fused_kernel_is_chosen_where_it_applies(options, groups, monkeypatch):
     """The choice is that of CUDA parameters, made here for a CPU, which has the kernel too."""
-    monkeypatch.setattr(_common, "_FUSED_BY_DEFAULT", ("cpu",))
+    monkeypatch.setattr(_base, "FUSED_ON", {"cpu"})
     calls = []
     real = torch._fused_sgd_
     monkeypatch.setattr(torch, "_fused_sgd_", lambda *args, **kwargs: (calls.append(args), real(*args, **kwargs)))
@@ -214,7 +214,7 @@ def test_a_factor_that_waits_for_the_next_step_is_not_lost_where_the_run_goes_on
 
 
 def test_gradients_that_the_fused_kernel_refuses_are_stepped_by_foreach(monkeypatch):
-    monkeypatch.setattr(_common, "_FUSED_BY_DEFAULT", ("cpu",))
+    monkeypatch.setattr(_base, "FUSED_ON", {"cpu"})
     monkeypatch.setattr(torch, "_fused_sgd_", lambda *args, **kwargs: pytest.fail("strides differ"))
     x, g = torch.randn(2, 3, 4, 5, dtype=torch.float64).unbind(0)
     weight = nn.Parameter(x.clone()[None])
@@ -224,10 +224,10 @@ def test_gradients_that_the_fused_kernel_refuses_are_stepped_by_foreach(monkeypa
     torch.testing.assert_close(weight.detach()[0], x - 0.1 * alpha * g, rtol=1e-14, atol=1e-14)
 
 
-@pytest.mark.parametrize("default", [("cuda",), ("cpu",)], ids=["foreach", "as on a GPU"])
+@pytest.mark.parametrize("default", [{"cuda"}, {"cpu"}], ids=["foreach", "as on a GPU"])
 def test_weights_that_are_cast_in_mid_run(default, monkeypatch):
     """As in torch.optim.SGD, whose buffers stay what they were; the fused kernel does not take them as they are."""
-    monkeypatch.setattr(_common, "_FUSED_BY_DEFAULT", default)
+    monkeypatch.setattr(_base, "FUSED_ON", default)
     ends = []
     for dtype in (torch.float64, torch.float32):
         net = digit_net().to(dtype)
@@ -563,3 +563,26 @@ def test_the_default_on_a_gpu_is_fused_and_gives_the_same_steps(momentum, memory
     assert len(calls) == 100
     for p, q in zip(*(net.parameters() for net in nets)):
         assert (p - q).abs().max() < EXACT
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+def test_a_saved_step_count_may_be_a_number(capturable, monkeypatch):
+    """As in old and converted checkpoints of Adam, which torch.optim loads too."""
+    if capturable:  # which torch has on GPUs only
+        adam = importlib.import_module("torch.optim.adam")
+        monkeypatch.setattr(adam, "_get_capturable_supported_devices", lambda **_: ["cpu"])
+    runs = []
+    for as_number in (False, True):
+        w = torch.nn.Parameter(torch.randn(4, 6, generator=torch.Generator().manual_seed(0)))
+        optimizer = WeightDecayFreeAdamW([w], lr=0.1, capturable=capturable, check_invariance=False)
+        for t in range(4):
+            w.grad = torch.randn(4, 6, generator=torch.Generator().manual_seed(t))
+            if t == 2:
+                state = copy.deepcopy(optimizer.state_dict())
+                if as_number:
+                    state["state"][0]["step"] = int(state["state"][0]["step"])
+                optimizer = WeightDecayFreeAdamW([w], lr=0.1, capturable=capturable, check_invariance=False)
+                optimizer.load_state_dict(state)
+            optimizer.step()
+        runs.append(w.detach())
+    assert torch.equal(*runs)

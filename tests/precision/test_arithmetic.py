@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import normmatters
 from normmatters import functional, precision
+from normmatters.kernels import emulation
 from normmatters.nn.batchnorm import LpBatchNorm1d, LpBatchNorm2d, TopKBatchNorm1d
 from normmatters.nn.layernorm import L1LayerNorm
 from normmatters.precision import rounding
@@ -63,7 +64,7 @@ def test_context_nests_restores_and_decorates():
     async def served():
         return precision.active()
 
-    for late in (batches, served):  # which had no arithmetic, in silence
+    for late in (batches, served):  # which had no arithmetic, silently
         with pytest.raises(TypeError, match=f"the body of {late.__name__} runs after the call"):
             precision.arithmetic("bf16")(late)
 
@@ -80,7 +81,7 @@ def test_one_context_serves_every_step():
     def depth(n):
         return n and precision.active() is setting and depth(n - 1)
 
-    assert (depth(3), precision.active(), precision._open_contexts) == (0, None, 0)
+    assert (depth(3), precision.active(), emulation.open_contexts) == (0, None, 0)
 
 
 def test_context_belongs_to_its_thread():
@@ -97,7 +98,7 @@ def test_a_context_left_by_another_task_is_no_longer_open():
     contextvars.copy_context().run(context.__enter__)
     with pytest.raises(ValueError, match="by the thread or task that entered it"):
         context.__exit__(None, None, None)
-    assert precision._open_contexts == 0  # compiled models stay whole
+    assert emulation.open_contexts == 0  # compiled models stay whole
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from normmatters.functional import lp_batch_norm
-from normmatters.functional.statistic import scale_constant
-from normmatters.kernels import dispatch
 from normmatters.kernels.triton import batch_norm_statistics as kernels
-from support import tolerances
+from normmatters.norm import Norm
+from support import called, tolerances
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -53,8 +52,8 @@ class Result:
 def fused(x, weight, bias, residual, g, kind, act, memory="exact", constant="exact") -> Result:
     """By the kernels, through the dispatcher."""
     p, k = KINDS[kind]
-    assert dispatch.batch_norm_backend(x, p=p, k=k, memory=memory) == ("triton", "")
-    return _step(dispatch.batch_norm, x, weight, bias, residual, g, p, k, act, constant, memory=memory)
+    assert called.backend(x, p=p, k=k, memory=memory) == ("triton", "")
+    return _step(called.batch_norm, x, weight, bias, residual, g, p, k, act, constant, memory=memory)
 
 
 def plain(x, weight, bias, residual, g, kind, act, constant="exact") -> Result:
@@ -157,7 +156,7 @@ def compare(
     mean = values.mean(1)
     deviation = values - mean[:, None]
     p, k = KINDS[kind]
-    C = scale_constant(p, n, k, constant)
+    C = Norm(p, k, constant).scale_constant(n)
     squared = _squared_scale(deviation, kind, C)
     D = one if kind == "mean" else (squared + EPS).sqrt()
     xhat = deviation / D[:, None]

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
-from normmatters.lab import step, trainer
+from normmatters.lab.config import RunConfig
+from normmatters.lab.plan import PlannedRun
+from normmatters.lab.processes import train_when_free
+from normmatters.lab.run import RunResult, train
+from normmatters.lab.runner import Launcher, Runner
+from normmatters.lab.side_by_side.execution import GraphExecution
+from normmatters.lab.side_by_side.rwlock import gpu
+from normmatters.lab.side_by_side.threads import Threads
+from normmatters.lab.steps import Evaluation, Stepper
 
 
 class FakeGraphs:
@@ -19,14 +27,14 @@ class FakeGraphs:
 
     recorded: list[Any] = []  # the keys, of all runs
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device, generator: torch.Generator | None = None) -> None:
         self.parameters: list[nn.Parameter] = []
         self.work: dict[Any, Callable[[], None]] = {}
         self.gradients: dict[Any, list[Tensor]] = {}
 
     @contextlib.contextmanager
     def warm_up(self) -> Iterator[None]:
-        with step.gpu.alone():
+        with gpu.exclusive():
             yield
 
     def record(self, key: Any, work: Callable[[], None]) -> None:
@@ -46,19 +54,49 @@ class FakeGraphs:
             p.grad = grad
 
     def release(self) -> None:
-        with step.gpu.alone():
+        with gpu.exclusive():
             self.work.clear()
 
 
-def use_fake_graphs(monkeypatch: pytest.MonkeyPatch, kind: type[FakeGraphs] = FakeGraphs) -> None:
-    """Let runs with ``runtime.compile=cudagraph`` take their steps from ``kind``, on any device."""
-    plain = trainer.Stepper
+class FakeExecution(GraphExecution):
+    """Steps from graphs of ``kind``, on any device; ``capturable``: whether the optimizer's step is in them."""
 
-    def stepper(model: nn.Module, *args: Any, graphs: Any, **options: Any) -> step.Stepper:
-        if graphs is not None:
-            graphs.parameters = list(model.parameters())
-        return plain(model, *args, graphs=graphs, **options)
+    def __init__(self, kind: type[FakeGraphs] = FakeGraphs, capturable: bool | None = None) -> None:
+        super().__init__(self._make)  # type: ignore[arg-type]
+        self._kind, self._capturable = kind, capturable
 
-    FakeGraphs.recorded = []
-    monkeypatch.setattr(trainer, "step_graphs", lambda device, generator: kind())
-    monkeypatch.setattr(trainer, "Stepper", stepper)
+    def _make(self, device: torch.device, generator: torch.Generator | None) -> FakeGraphs:
+        self.graphs = self._kind(device, generator)
+        return self.graphs
+
+    def prepare(
+        self, stepper: Stepper, evaluation: Evaluation, data: Any, generator: torch.Generator | None
+    ) -> tuple[Stepper, Evaluation]:
+        prepared = super().prepare(stepper, evaluation, data, generator)
+        self.graphs.parameters = list(stepper.model.parameters())
+        if self._capturable is not None:
+            stepper.regime.capturable = self._capturable
+        return prepared
+
+
+def train_with_fakes(config: RunConfig, folder: str | Path, *args: Any, **options: Any) -> RunResult:
+    """``train``, with fake graphs where the config asks for graphs."""
+    execution = FakeExecution() if config.runtime.compile == "cudagraph" else None
+    return train(config, folder, *args, **{"execution": execution, **options})
+
+
+class ThreadRunner(Runner):
+    """Every run is a thread, whatever its device; ``train`` is called as ``train_when_free`` is."""
+
+    def __init__(
+        self,
+        plan: list[PlannedRun],
+        *,
+        workers: int,
+        train: Callable[..., Any] = train_when_free,
+        processes: Launcher | None = None,
+    ) -> None:
+        super().__init__(plan, workers=workers, threads=Threads(workers, None, train), processes=processes)
+
+    def shares_a_process(self, config: RunConfig) -> bool:
+        return True

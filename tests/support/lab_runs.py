@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from normmatters.lab.config import RunConfig, from_dict
-from normmatters.lab.runlog import read_metrics
+from normmatters.lab.run_folder import read_metrics
 
 TIMES = ("seconds", "time_per_step")
 

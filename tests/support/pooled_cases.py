@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from normmatters.functional import lp_batch_norm
-from normmatters.kernels import dispatch
+from support import called
 from support.batch_norm_cases import DEVICE, EPS, MOMENTUM, Result, affine, compare
 
 
@@ -17,7 +17,7 @@ def pooled(x: Tensor, weight, bias, g: Tensor, constant: str | float = "exact") 
     """By the kernels, through the dispatcher."""
     x, weight, bias = (None if t is None else t.detach().requires_grad_() for t in (x, weight, bias))
     running_mean, running_var = (torch.full(x.shape[1:2], v, device=x.device) for v in (0.5, 2.0))
-    y = dispatch.pooled_batch_norm(
+    y = called.pooled_batch_norm(
         x, running_mean, running_var, weight, bias, True, MOMENTUM, EPS, constant=constant, act="relu"
     )
     assert type(y.grad_fn).__name__ == "_PooledBatchNormBackward"  # not the pool on its own

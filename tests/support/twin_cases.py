@@ -8,10 +8,13 @@ import torch
 from torch import Tensor
 
 from normmatters.functional import lp_batch_norm
-from normmatters.functional.statistic import scale_constant
-from normmatters.kernels import twin_ops
+from normmatters.kernels import dispatch
+from normmatters.norm import Norm as description_of
+from normmatters.norm import RunningStats
 from support import tolerances
 from support.batch_norm_cases import EPS, MOMENTUM, Result, by_channel, compare, near, off_the_fence
+
+NO_STATS = RunningStats()
 
 
 @dataclass
@@ -29,20 +32,26 @@ class Norm:
         x = self.x.double()
         return lp_batch_norm(x, None, None, weight, bias, True, MOMENTUM, EPS, p=1, constant=self.constant)
 
+    def side(
+        self, memory: str, running: RunningStats = NO_STATS, tensors: list[Tensor | None] | None = None
+    ) -> dispatch.NormedInput:
+        """As the dispatcher takes it, with other ``tensors`` for input, weight and bias if given."""
+        x, weight, bias = (self.x, self.weight, self.bias) if tensors is None else tensors
+        description = description_of(1, constant=self.constant, eps=EPS, memory=memory)
+        return dispatch.NormedInput(x, description, weight, bias, running)
+
 
 def fused(first: Norm, second: Norm, g: Tensor, memory: str, link: Tensor | None = None) -> tuple[Result, Result]:
     """What each norm gets; the output, which is one, stands in both. With ``link`` the gradient comes in two parts."""
-    leaves, states = [], []
+    leaves, states, sides = [], [], []
     for norm in (first, second):
         own = [None if t is None else t.detach().requires_grad_() for t in (norm.x, norm.weight, norm.bias)]
         running = [torch.full(norm.x.shape[1:2], v, device=norm.x.device) for v in (0.5, 2.0)]
-        constant = scale_constant(1, norm.x.numel() // norm.x.shape[1], None, norm.constant)
-        leaves.append(own)
         batches = torch.full((), 6, device=norm.x.device)  # counted by the kernel
-        states.append((*running, *own[1:], MOMENTUM, EPS, constant, batches))
-    y, out = twin_ops.twin_batch_norm(
-        leaves[0][0], states[0], leaves[1][0], states[1], memory=memory, linked=link is not None
-    )
+        leaves.append(own)
+        states.append((*running, batches))
+        sides.append(norm.side(memory, RunningStats(*running, batches, MOMENTUM), own))
+    y, out = dispatch.twin_batch_norm(*sides, linked=link is not None)
     assert [int(state[-1]) for state in states] == [7, 7]
     if link is None:
         y.backward(g)

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import normmatters as nm
-from normmatters.optim import _common
+from normmatters.optim import _base
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "distributed" / "train.py"
 
@@ -101,7 +101,7 @@ def trained(name: str, shard: Callable[[Any], object] = lambda _: None, rank: in
         optimizer.zero_grad()
         model(x[rank::world]).sin().mean().backward()
         optimizer.step()
-    return [_common.whole(p.detach()).clone() for p in model.parameters()]
+    return [_base.whole(p.detach()).clone() for p in model.parameters()]
 
 
 def of_two(rank: int, folder: str) -> None:
@@ -131,11 +131,11 @@ def test_shards_of_two_processes_step_as_whole_weights(tmp_path: Path) -> None:
     assert messages[0] == messages[1]  # with each its own part one may go on, and wait for the other for ever
 
 
-@pytest.mark.parametrize("default", [("cuda",), ("cpu",)], ids=["foreach", "as on a GPU"])
+@pytest.mark.parametrize("default", [{"cuda"}, {"cpu"}], ids=["foreach", "as on a GPU"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_shards_beside_whole_weights(name: str, default: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_beside_whole_weights(name: str, default: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """As torch.optim takes them. Multi-tensor operations do not mix the two, and the fused kernel has no shards."""
-    monkeypatch.setattr(_common, "_FUSED_BY_DEFAULT", default)
+    monkeypatch.setattr(_base, "FUSED_ON", default)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,))

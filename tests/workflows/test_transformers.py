@@ -84,8 +84,9 @@ def test_attention_and_mlp_weights_stay_bounded_in_training(hf: Any, name: str) 
 
     decayed, free = nm.optim.weight_decay_groups(model, 0.1)
     directions = {f"{weight.removesuffix('weight')}parametrizations.weight.original" for weight in report.applied}
-    assert directions <= {weight for weight, _ in free["params"]}
+    assert directions <= {weight for weight, _ in decayed["params"]}  # it controls their step size
     assert all(p.ndim > 1 for _, p in decayed["params"])
+    assert all(p.ndim == 1 for _, p in free["params"])
     optimizer = torch.optim.AdamW([decayed, free], lr=0.01)
     losses = []
     for _ in range(20):
@@ -149,12 +150,13 @@ def test_trainer_decays_what_it_should_and_resumes_exactly(hf: Any, tmp_path: Pa
         return trainer
 
     whole = train("whole")
-    # The Trainer's own rule finds our norms as it finds torch's, but decays the directions of bounded weights.
+    # The Trainer's own rule finds our norms as it finds torch's, and makes the groups that we make.
     norms = {name for name, _ in whole.model.named_parameters() if "LayerNorm" in name}
     decayed_by_default = set(whole.get_decay_parameter_names(whole.model))
     assert norms
     assert not norms & decayed_by_default
     assert any(name.endswith("original") for name in decayed_by_default)
+    assert decayed_by_default == {name for name, _ in nm.optim.weight_decay_groups(whole.model, 0.1)[0]["params"]}
     assert {group["weight_decay"] for group in whole.optimizer.param_groups} == {0.1, 0.0}
 
     resumed = train("resumed", str(tmp_path / "whole" / "checkpoint-2"))

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from normmatters.bench.harness import Wrong
 from normmatters.functional import lp_batch_norm, lp_layer_norm, lp_rms_norm
-from normmatters.functional.statistic import scale_constant
+from normmatters.norm import Norm
 
 #: p and k of every kind of statistic.
 KINDS: dict[str, tuple[float | str, int | None]] = {
@@ -136,10 +136,10 @@ def check_batch_norm(module: Any, norm: Any, data: BatchNormData, ref: BatchNorm
     p, k = KINDS[ref.kind]
     kept = {"l1": n, "l2": n / 8, "top10": k}.get(ref.kind, 1)
     # A wrong Σg·x̂ moves dx by γ/D·C/kept of it; γ/D is at most about 1.5.
-    carried = 1.5 * scale_constant(p, n, k) / (kept or 1) * allowed[:, None, None]
+    carried = 1.5 * Norm(p, k).scale_constant(n) / (kept or 1) * allowed[:, None, None]
     if ref.kind == "l1":
         at_mean = (data.x.detach() - ref.mean.view(-1, 1, 1)).abs() < 1e-5
-        carried = carried + at_mean * (4 * scale_constant(1, n) / n * ref.dweight.abs().view(-1, 1, 1))
+        carried = carried + at_mean * (4 * Norm(1).scale_constant(n) / n * ref.dweight.abs().view(-1, 1, 1))
     elif ref.kind != "l2":
         carried = carried * ((data.x.detach() - _SHIFT).abs() > _FAR)
     size = element * _size(ref.before_relu, data.residual)

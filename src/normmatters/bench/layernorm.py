@@ -14,24 +14,27 @@ from normmatters.bench import peers, timing
 from normmatters.bench.check import RowNormData, check_row_norm, row_norm_reference
 from normmatters.bench.harness import DTYPES, Row, Setup, Skip, attempt, measured
 from normmatters.kernels import dispatch
+from normmatters.norm import Norm
 
 SHAPES = [(32768, 1024), (16384, 4096), (8192, 8192)]
 SMOKE_SHAPES = [(8, 64)]
 EPS = 1e-5
 
-Norm = Callable[[RowNormData], Tensor]
+Forward = Callable[[RowNormData], Tensor]
 
 
 def _shape(d: RowNormData) -> list[int]:
     return [d.x.shape[1]]
 
 
-def _ours(p: float) -> Norm:
-    return lambda d: dispatch.layer_norm(d.x, _shape(d), d.weight, d.bias, EPS, p=p)
+def _ours(p: float) -> Forward:
+    norm = Norm(p, eps=EPS)
+    return lambda d: dispatch.layer_norm(d.x, _shape(d), norm, d.weight, d.bias)
 
 
-def _our_rms(p: float) -> Norm:
-    return lambda d: dispatch.rms_norm(d.x, _shape(d), d.weight, EPS, p=p)
+def _our_rms(p: float) -> Forward:
+    norm = Norm(p, eps=EPS)
+    return lambda d: dispatch.rms_norm(d.x, _shape(d), norm, d.weight)
 
 
 def _native(d: RowNormData) -> Tensor:
@@ -60,7 +63,7 @@ class Variant:
     name: str
     family: str
     p: float
-    norm: Norm
+    norm: Forward
     ours: bool = True
     compile: bool = False
     needs: str | None = None

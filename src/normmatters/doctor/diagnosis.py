@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from normmatters.doctor.saved_bytes import Ghosts, Kept
 from normmatters.kernels import backends
 from normmatters.optim import Invariance, Recipe, channel_norms, scale_invariant_parameters, steps_to_equilibrium
-from normmatters.optim._probe import unwrap
-from normmatters.optim._rows import plain_name, resolve
+from normmatters.optim.channels import named_weights
+from normmatters.probe import plain_name, unwrap
 from normmatters.surgery import ConversionReport
 from normmatters.surgery.swap import NormSpec, check_model, swap
 from normmatters.tails import measure_tails
@@ -367,7 +367,7 @@ def _is_layer(module: nn.Module) -> bool:
 def _weights(model: nn.Module, example_input: Any, lr: float, notes: list[str]) -> tuple[Weight, ...]:
     if all(p.dim() < 2 for p in model.parameters()):
         return ()
-    tensors, dims = resolve(model)
+    tensors, dims = named_weights(model)
     found = None
     if example_input is not None and not any(t.is_meta for t in tensors.values()):
         try:

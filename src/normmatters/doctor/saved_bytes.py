@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from normmatters.kernels import backends
 from normmatters.nn.batchnorm_base import LpBatchNorm
-from normmatters.optim._probe import run
+from normmatters.probe import call
 from normmatters.surgery.fused import FusedMaxPool2d
 
 __all__ = ["Ghosts", "Kept"]
@@ -88,7 +88,7 @@ class Ghosts:
     ) -> tuple[dict[str, Kept], dict[str, tuple[int, ...]], Kept]:
         """Bytes by layer, input shapes by layer, and the whole model's bytes; ``after`` is ``before`` converted."""
         kernels = self.on_gpu and not backends.TRITON_MISSING
-        with _kernels_everywhere() if kernels else contextlib.nullcontext():  # norms that are ours already
+        with backends.as_if_on_gpu() if kernels else contextlib.nullcontext():  # norms that are ours already
             now, inputs = self.keeps(before, example_input)
         # What a pool keeps is counted for the norm that took it over: after the conversion they are one. The inputs are
         # in the order of the pass, in which a norm and its pool come alike.
@@ -100,7 +100,7 @@ class Ghosts:
         exact: dict[str, int] | None = None
         lean: dict[str, int] | None = None
         if not backends.TRITON_MISSING:
-            with _kernels_everywhere():
+            with backends.as_if_on_gpu():
                 exact, lean = (self._with_memory(mode, after, example_input) for mode in ("exact", "lean"))
 
         def kept(total: Callable[[dict[str, int]], int]) -> Kept:
@@ -144,7 +144,7 @@ class Ghosts:
         x = tree_map_only(Tensor, self._tensor, example_input)
         try:
             with self.mode, torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), torch.enable_grad():
-                run(ghost, x)
+                call(ghost, x)
         finally:
             for handle in handles:
                 handle.remove()
@@ -156,13 +156,3 @@ class Ghosts:
 
 def _size_of(name: str, sizes: dict[str, int]) -> int:
     return sizes.get(name, 0)
-
-
-@contextlib.contextmanager
-def _kernels_everywhere() -> Iterator[None]:
-    """Let the dispatcher choose for tensors without memory as it does for those on a GPU. No kernel is launched."""
-    before, backends.INTERPRETED = backends.INTERPRETED, True
-    try:
-        yield
-    finally:
-        backends.INTERPRETED = before

@@ -6,15 +6,9 @@ import torch
 from torch import Tensor
 
 from normmatters.functional.checks import check_batch_norm
-from normmatters.functional.statistic import (
-    Kind,
-    check_constant,
-    compute_dtype,
-    scale_constant,
-    squared_scale,
-    statistic_kind,
-)
+from normmatters.functional.statistic import scale_and_divisor
 from normmatters.functional.torch_batch_norm import torch_batch_norm
+from normmatters.norm import Norm, RunningStats, compute_dtype
 
 
 def lp_batch_norm(
@@ -42,7 +36,7 @@ def lp_batch_norm(
     Args:
         input: (N, C, ...), floating point.
         running_mean, running_var: (C,) or None. ``running_var`` holds s², times n/(n−1) (see
-            :func:`update_running_statistics`).
+            :meth:`normmatters.norm.RunningStats.update`).
         weight, bias: (C,) or None.
         training: normalize by the batch's statistics.
         momentum: weight of this batch in the running statistics.
@@ -63,73 +57,50 @@ def lp_batch_norm(
         >>> lp_batch_norm(x, training=True, p=1, act="relu").shape
         torch.Size([8, 3, 4, 4])
     """
-    kind = statistic_kind(p, k)
-    check_constant(constant)
-    check_batch_norm(
-        input, running_mean, running_var, weight, bias, training, eps, kind=kind, k=k, act=act, residual=residual
-    )
+    running = RunningStats(running_mean, running_var, momentum=momentum)
+    return batch_norm(input, Norm(p, k, constant, eps), weight, bias, running, training, residual=residual, act=act)
+
+
+def batch_norm(
+    input: Tensor,
+    norm: Norm,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running: RunningStats,
+    training: bool,
+    *,
+    residual: Tensor | None = None,
+    act: str | None = None,
+) -> Tensor:
+    """:func:`lp_batch_norm` in the library's own words; ``running.num_batches`` is the caller's to raise."""
+    check_batch_norm(input, norm, weight, bias, running, training, residual=residual, act=act)
+    eps = norm.epsilon(input.dtype)
     if not training:
-        if kind == "mean":
-            assert running_mean is not None  # checked above
-            running_var, eps = torch.ones_like(running_mean), 0.0
-        y = torch_batch_norm(input, running_mean, running_var, weight, bias, False, 0.0, eps)
+        var = running.var
+        if norm.kind == "mean":
+            assert running.mean is not None  # checked above
+            var = torch.ones_like(running.mean)
+        y = torch_batch_norm(input, running.mean, var, weight, bias, False, 0.0, eps)
     elif input.numel() == 0:
         y = _affine(input, weight, bias)  # as PyTorch: nothing to normalize, statistics untouched
     else:
         n = input.numel() // input.shape[1]
-        C = scale_constant(p, n, k, constant)
         x = input.to(compute_dtype(input.dtype))
         dims = [d for d in range(x.dim()) if d != 1]
         mean = x.mean(dims, keepdim=True)
         y = x - mean
         squared = None
-        if kind != "mean":
-            squared = squared_scale(y, dims, kind, p, k, C)
-            y = y / (squared + eps).sqrt()
+        if norm.kind != "mean":
+            squared, divisor = scale_and_divisor(y, dims, norm, norm.scale_constant(n), eps)
+            y = y / divisor
             squared = squared.flatten()
-        update_running_statistics(running_mean, running_var, mean.flatten(), squared, n, momentum, kind=kind)
+        running.update(norm, mean.flatten(), squared, n)
         y = _affine(y, weight, bias)
     if residual is not None:
         y = y + residual
     if act == "relu":
         y = y.relu()
     return y.to(input.dtype)
-
-
-@torch.no_grad()
-def update_running_statistics(
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    mean: Tensor,
-    squared: Tensor | None,
-    n: int | Tensor,
-    momentum: float | Tensor,
-    *,
-    kind: Kind,
-) -> None:
-    """Move the running statistics towards a batch's mean and squared scale, in place.
-
-    The one place where running statistics change. As PyTorch does for the variance, the squared scale is stored times
-    n/(n−1): deviations from the sample mean are √(1−1/n) too small on average, in the L1 norm as in the L2 norm (F5).
-    The range does not contain the mean and needs no correction. Mean-only batch norm leaves ``running_var`` alone.
-
-    Args:
-        running_mean, running_var: (C,) or None.
-        mean, squared: (C,), the batch's μ and s²; ``squared`` is None for mean-only.
-        n: number of elements per channel; a tensor where the host does not know it.
-        momentum: weight of this batch.
-        kind: the statistic.
-    """
-    if running_mean is not None:
-        _move(running_mean, mean, momentum)
-    if running_var is not None and squared is not None:
-        _move(running_var, squared if kind == "range" else squared * (n / (n - 1)), momentum)
-
-
-def _move(running: Tensor, batch: Tensor, momentum: float | Tensor) -> None:
-    # Not `lerp_`, which takes a difference: an infinite variance, which half precision may have, must arrive as such.
-    # In the batch's dtype, so that a half-precision buffer is rounded once; in one write, which may fail as a whole.
-    running.copy_(running.to(batch.dtype) * (1 - momentum) + batch * momentum)
 
 
 def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:

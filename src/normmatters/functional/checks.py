@@ -8,54 +8,33 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from normmatters.functional.statistic import Kind
-
-_PARAMETERS = ("running_mean", "running_var", "weight", "bias")
-
-
-def check_act(act: str | None) -> None:
-    """Raise unless ``act`` is None or ``"relu"``."""
-    if act is not None and act != "relu":
-        raise ValueError(f"act must be None or 'relu', got {act!r}")
-
-
-def check_memory(memory: str) -> None:
-    """Raise unless ``memory`` is ``"exact"`` or ``"lean"``."""
-    if memory not in ("exact", "lean"):
-        raise ValueError(f"memory must be 'exact' or 'lean', got {memory!r}")
-
-
-def check_eps(eps: float) -> None:
-    """Raise unless ``eps`` is a number that can be added to a squared scale: NaN, too, would make every output NaN."""
-    if not 0 <= eps < math.inf:
-        raise ValueError(f"eps must not be negative, infinite or NaN, got {eps}")
+from normmatters.norm import Norm, RunningStats, check_act
 
 
 def check_batch_norm(
     input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
+    norm: Norm,
     weight: Tensor | None,
     bias: Tensor | None,
+    running: RunningStats,
     training: bool,
-    eps: float,
     *,
-    kind: Kind,
-    k: int | None = None,
-    act: str | None = None,
     residual: Tensor | None = None,
+    act: str | None = None,
 ) -> None:
     """Raise a ``ValueError`` or ``TypeError`` for anything that batch norm over dimension 1 cannot take.
 
-    An empty batch passes, as in PyTorch. ``kind`` is :func:`~normmatters.functional.statistic.statistic_kind`'s.
+    An empty batch passes, as in PyTorch.
     """
-    check_act(act)
+    if act is not None and act != "relu":
+        check_act(act)
     _check_floating("input", input)
     if input.dim() < 2:
         raise ValueError(f"input must have a batch and a channel dimension, (N, C, ...), got shape {_shape(input)}")
-    check_eps(eps)
     channels, device = input.shape[1], input.device
-    for name, parameter in zip(_PARAMETERS, (running_mean, running_var, weight, bias)):
+    for name, parameter in (
+        ("running_mean", running.mean), ("running_var", running.var), ("weight", weight), ("bias", bias)
+    ):  # fmt: skip
         if parameter is None:
             continue
         if parameter.dim() != 1 or parameter.shape[0] != channels:
@@ -65,12 +44,12 @@ def check_batch_norm(
             )
         if parameter.device != device:
             raise ValueError(_elsewhere(name, parameter, device))
-    if kind == "mean" and weight is not None:
+    if norm.kind == "mean" and weight is not None:
         raise ValueError("mean-only batch norm (p='mean') has no scale: weight must be None")
     if residual is not None:
         check_residual(residual, input)
     if not training:
-        if running_mean is None or (running_var is None and kind != "mean"):
+        if running.mean is None or (running.var is None and norm.kind != "mean"):
             raise ValueError("running_mean and running_var are needed when not training, got None")
         return
     if input.numel() == 0:
@@ -78,9 +57,9 @@ def check_batch_norm(
     n = input.numel() // channels
     if n == 1:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {_shape(input)}")
-    if k is not None and k > n:
+    if norm.k is not None and norm.k > n:
         raise ValueError(
-            f"Top(k) needs k <= the {n} values per channel of an input of shape {_shape(input)}, got k={k}"
+            f"Top(k) needs k <= the {n} values per channel of an input of shape {_shape(input)}, got k={norm.k}"
         )
 
 
@@ -94,23 +73,15 @@ def check_residual(residual: Tensor, input: Tensor) -> None:
 
 
 def check_layer_norm(
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    *,
-    kind: Kind,
-    k: int | None = None,
+    input: Tensor, normalized_shape: Sequence[int], norm: Norm, weight: Tensor | None, bias: Tensor | None
 ) -> None:
     """Raise a ``ValueError`` or ``TypeError`` for anything that layer or RMS norm cannot take."""
-    if kind == "mean":
+    if norm.kind == "mean":
         raise ValueError("layer and RMS norm need a scale: p must not be 'mean'")
     _check_floating("input", input)
     shape = tuple(normalized_shape)
     if not shape or input.dim() < len(shape) or tuple(input.shape[-len(shape) :]) != shape:
         raise ValueError(f"input must end in normalized_shape {shape}, which must not be empty, got {_shape(input)}")
-    check_eps(eps)
     for name, parameter in {"weight": weight, "bias": bias}.items():
         if parameter is None:
             continue
@@ -118,8 +89,8 @@ def check_layer_norm(
             raise ValueError(f"{name} must have normalized_shape {shape}, got {_shape(parameter)}")
         if parameter.device != input.device:
             raise ValueError(_elsewhere(name, parameter, input.device))
-    if k is not None and k > math.prod(shape):
-        raise ValueError(f"Top(k) needs k <= the {math.prod(shape)} values of normalized_shape {shape}, got k={k}")
+    if norm.k is not None and norm.k > math.prod(shape):
+        raise ValueError(f"Top(k) needs k <= the {math.prod(shape)} values of normalized_shape {shape}, got k={norm.k}")
 
 
 def _check_floating(name: str, tensor: Tensor) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from normmatters.functional.checks import check_layer_norm
-from normmatters.functional.statistic import compute_dtype, scale_constant, squared_scale, statistic_kind
+from normmatters.functional.statistic import scale_and_divisor
+from normmatters.norm import Norm, compute_dtype
 
 
 def lp_layer_norm(
@@ -42,7 +42,7 @@ def lp_layer_norm(
         >>> lp_layer_norm(torch.randn(2, 5, 16), (16,), p=1).shape
         torch.Size([2, 5, 16])
     """
-    return _normalize(input, normalized_shape, weight, bias, eps, p, k, constant, subtract_mean=True)
+    return layer_norm(input, normalized_shape, Norm(p, k, constant, eps), weight, bias)
 
 
 def lp_rms_norm(
@@ -74,31 +74,34 @@ def lp_rms_norm(
     """
     if isinstance(p, str):
         raise ValueError(f"p of an RMS norm must be a number >= 1 or math.inf, got {p!r}")
-    return _normalize(input, normalized_shape, weight, None, eps, p, None, constant, subtract_mean=False)
+    return layer_norm(input, normalized_shape, Norm(p, None, constant, eps), weight, centered=False)
 
 
-def _normalize(
+def layer_norm(
     input: Tensor,
     normalized_shape: Sequence[int],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float | None,
-    p: float | str,
-    k: int | None,
-    constant: str | float,
+    norm: Norm,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
     *,
-    subtract_mean: bool,
+    centered: bool = True,
 ) -> Tensor:
-    kind = statistic_kind(p, k)
-    check_layer_norm(input, normalized_shape, weight, bias, 0.0 if eps is None else eps, kind=kind, k=k)
-    C = scale_constant(p, math.prod(normalized_shape), k, constant)
+    """Layer norm, or with ``centered=False`` RMS norm, which subtracts no mean.
+
+    input: (..., *normalized_shape); weight and bias: normalized_shape.
+
+    Example::
+
+        >>> layer_norm(torch.tensor([1.0, 3.0]), [2], Norm(1, eps=0.0))
+        tensor([-0.7979,  0.7979])
+    """
+    check_layer_norm(input, normalized_shape, norm, weight, bias)
+    C = norm.scale_constant(math.prod(normalized_shape))
     x = input.to(compute_dtype(input.dtype))
-    if eps is None:
-        eps = torch.finfo(x.dtype).eps
     dims = list(range(x.dim() - len(normalized_shape), x.dim()))
     if x.numel() > 0:
-        y = x - x.mean(dims, keepdim=True) if subtract_mean else x
-        x = y / (squared_scale(y, dims, kind, p, k, C) + eps).sqrt()
+        y = x - x.mean(dims, keepdim=True) if centered else x
+        x = y / scale_and_divisor(y, dims, norm, C, norm.epsilon(input.dtype))[1]
     if weight is not None:
         x = x * weight
     if bias is not None:

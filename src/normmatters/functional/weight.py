@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
+from normmatters.norm import norm_of
+
 __all__ = ["bounded_weight", "slice_norm"]
 
 
@@ -78,6 +80,8 @@ def check_slices(v: Tensor, *, dim: int | None, p: float, k: int | None) -> int:
         raise TypeError(f"expected a tensor to normalize, got {type(v).__name__}")
     if not v.is_floating_point() or v.dtype.itemsize == 1:  # torch computes nothing in fp8
         raise TypeError(f"expected a floating-point tensor of 16 bits or more to normalize, got {v.dtype}")
+    if v.layout != torch.strided:
+        raise TypeError(f"expected a dense tensor to normalize, got one of layout {v.layout}")
     if v.ndim == 0 or v.numel() == 0:
         raise ValueError(f"expected a tensor with at least one dimension and one element, got shape {tuple(v.shape)}")
     check_norm(p, k)
@@ -97,18 +101,7 @@ def check_norm(p: float, k: int | None) -> None:
     """Raise unless p (and k, for Top(k)) names a norm of a weight vector."""
     if isinstance(p, str):
         raise ValueError(f"p must be a number >= 1 or math.inf for weights, got {p!r}")
-    if isinstance(p, bool) or not isinstance(p, int | float):
-        raise TypeError(f"p must be a number >= 1 or math.inf, got {p!r} of type {type(p).__name__}")
-    if not p >= 1:  # written so that NaN fails too
-        raise ValueError(f"p must be at least 1, got {p}")
-    if k is None:
-        return
-    if isinstance(k, bool) or not isinstance(k, int):
-        raise TypeError(f"k must be an integer, got {k!r} of type {type(k).__name__}")
-    if p != math.inf:
-        raise ValueError(f"k means Top(k) and needs p = math.inf, got p = {p} with k = {k}")
-    if k < 1:
-        raise ValueError(f"k must be at least 1, got {k}")
+    norm_of(p, k, "exact", 0.0)
 
 
 def check_rho(rho: float) -> None:

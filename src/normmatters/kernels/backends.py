@@ -6,25 +6,26 @@ call on a GPU falls back, the same sentence is logged once (logger ``normmatters
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from normmatters import precision
-from normmatters.functional.checks import check_memory
-from normmatters.functional.hand_derived import plain_only
-from normmatters.functional.statistic import Kind, statistic_kind
+from normmatters.kernels import emulation
 from normmatters.kernels.operators import needs_operators
+from normmatters.norm import Norm
 
 logger = logging.getLogger("normmatters.kernels")
 
+_L1 = Norm()
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -52,6 +53,7 @@ TRITON_MISSING = find_triton()
 # Triton's interpreter (TRITON_INTERPRET=1) runs the kernels on a CPU, thousands of times slower than the equations do:
 # the kernels' own tests ask for it, and nothing else should get it for having the variable set.
 INTERPRETED = os.environ.get("NORMMATTERS_KERNELS") == "interpret"
+_as_if_on_gpu: ContextVar[bool] = ContextVar("normmatters_as_if_on_gpu", default=False)
 
 
 def has_no_memory(tensor: Tensor) -> bool:
@@ -64,10 +66,44 @@ def has_no_memory(tensor: Tensor) -> bool:
     )
 
 
+def plain_only() -> bool:
+    """Whether operators alone are understood: by ``torch.func``, forward-mode differentiation, ``torch.jit.trace``."""
+    return (
+        torch._C._are_functorch_transforms_active()
+        or torch.autograd.forward_ad._current_level >= 0
+        or torch._C._is_tracing()
+    )
+
+
+# The compiler is in the same transforms while it traces, and guards them.
+plain_only._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def as_if_on_gpu() -> Iterator[None]:
+    """Choose backends in this thread for tensors on the CPU as for tensors on a GPU.
+
+    For fake tensors, which kernels answer by shapes and dtypes and are not launched on.
+    """
+    token = _as_if_on_gpu.set(True)
+    try:
+        yield
+    finally:
+        _as_if_on_gpu.reset(token)
+
+
+def _runs_kernels(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return True
+    # The compiler cannot trace a context variable, and never has to.
+    return device.type == "cpu" and (INTERPRETED or (not torch.compiler.is_compiling() and _as_if_on_gpu.get()))
+
+
 def why_not_triton(input: Tensor) -> str:
+    """Why no kernel can take ``input``; empty if one can."""
     if TRITON_MISSING:
         return TRITON_MISSING
-    if not input.is_cuda and not (INTERPRETED and input.device.type == "cpu"):
+    if not (input.is_cuda or _runs_kernels(input.device)):
         return f"the input is on {input.device.type}, and the kernels run on CUDA devices"
     if input.dtype not in _DTYPES:
         return f"the kernels take float16, bfloat16 and float32, the input is {input.dtype}"
@@ -83,63 +119,68 @@ def why_not_triton(input: Tensor) -> str:
     return ""
 
 
-_TRITON = Backend("triton", "")
+TRITON = Backend("triton", "")
+_EMULATED = Backend("arithmetic", "normmatters.precision.arithmetic is active")
 
 
-def batch_norm_backend(
-    input: Tensor, *, training: bool = True, p: float | str = 1, k: int | None = None, memory: str = "exact"
-) -> Backend:
+def batch_norm_backend(input: Tensor, norm: Norm = _L1, *, training: bool = True) -> Backend:
     """Which backend serves a batch norm of ``input``, (N, C, ...), and why not a faster one.
+
+    A backend is a function of ``(input, norm, weight, bias, running, residual=, act=)``, a row of the table in
+    :mod:`normmatters.kernels.dispatch`, and a question here: why can it not serve this call?
 
     Example::
 
-        >>> batch_norm_backend(torch.randn(8, 3, 4, 4), p=1).name
+        >>> batch_norm_backend(torch.randn(8, 3, 4, 4)).name
         'hand-derived'
     """
-    return chosen_for_batch_norm(input, training, p, k, memory)[0]
-
-
-def chosen_for_batch_norm(
-    input: Tensor, training: bool, p: float | str, k: int | None, memory: str
-) -> tuple[Backend, Kind | None]:
-    """The backend, and if it is the kernels the kind of statistic, else None."""
-    check_memory(memory)
-    if precision.active() is not None:
-        return Backend("arithmetic", "normmatters.precision.arithmetic is active"), None
+    if emulation.open_contexts and emulation.active() is not None:
+        return _EMULATED
     if not training:
-        return Backend("plain", "in evaluation the module is torch's own batch norm"), None
-    reason = why_not_triton(input)
-    if reason:  # the hand-derived gradient has plain tensors, positions of extremes, which a DTensor does not mix with
-        wrapper = type(input) is not Tensor and has_no_memory(input)
-        return Backend("plain" if wrapper else "hand-derived", reason), None
-    kind = statistic_kind(p, k)
-    reason = _why_not_batch_norm_kernel(input, kind, k)
-    return (Backend("hand-derived", reason), None) if reason else (_TRITON, kind)
+        return Backend("plain", "in evaluation the module is torch's own batch norm")
+    reason = why_not_triton(input) or why_not_batch_norm_kernel(input, norm)
+    if not reason:
+        return TRITON
+    return Backend("hand-derived" if _takes_hand_derived(input) else "plain", reason)
 
 
-def _why_not_batch_norm_kernel(input: Tensor, kind: str, k: int | None) -> str:
+def _takes_hand_derived(input: Tensor) -> bool:
+    """Whether the gradient written by hand serves ``input``; where not, autograd differentiates the plain equation.
+
+    The compiler fuses the equation by itself. The gradient has plain tensors, positions of extremes, which a DTensor
+    does not mix with.
+    """
+    return not (
+        input.numel() == 0
+        or torch.compiler.is_compiling()
+        or plain_only()
+        or (type(input) is not Tensor and has_no_memory(input))
+    )
+
+
+def why_not_batch_norm_kernel(input: Tensor, norm: Norm) -> str:
     if input.numel() > 2**29 and input.dim() >= 2:
-        reason = _why_too_large(input)
+        reason = why_too_large(input)
         if reason:
             return reason
-    if kind in ("l1", "l2", "mean"):
+    if norm.kind in ("l1", "l2", "mean"):
         return ""
     from normmatters.kernels.triton import batch_norm_statistics as kernels
     from normmatters.kernels.triton.layout import memory_format
 
-    if kind == "lp":
+    if norm.kind == "lp":
         return "there are kernels for p = 1, 2, inf, Top(k), range and mean-only, not for a general p"
-    if kind == "topk" and k is not None and k > kernels.MAX_K:
-        return f"the Top(k) kernel takes k <= {kernels.MAX_K}, got k={k}"
+    if norm.k is not None and norm.k > kernels.MAX_K:
+        return f"the Top(k) kernel takes k <= {kernels.MAX_K}, got k={norm.k}"
     if input.dim() >= 2:
         contiguous = memory_format(input) is torch.contiguous_format  # or will be, by a copy
-        groups = _groups(_sizes(input), contiguous, input.element_size(), k or 1)
+        groups = _groups(_sizes(input), contiguous, input.element_size(), norm.k or 1)
         if groups > kernels.MAX_GROUPS:
             return f"{groups} groups a channel are more than the {kernels.MAX_GROUPS} that the selection kernel holds"
     return ""
 
 
-def _why_too_large(input: Tensor) -> str:
+def why_too_large(input: Tensor) -> str:
     from normmatters.kernels.triton.layout import MAX_COLS, MAX_ROWS, memory_format
 
     channel, image = input.numel() // input.shape[1], input.numel() // input.shape[0]
@@ -171,34 +212,31 @@ def _groups(shape: tuple[int, ...], contiguous: bool, itemsize: int, k: int) -> 
 _groups._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def why_not_pooled(input: Tensor, kind: str, act: str | None) -> str:
-    if kind != "l1" or act != "relu":
+def why_not_pooled(input: Tensor, norm: Norm, act: str | None) -> str:
+    """Why the kernels cannot add the max pool to a batch norm that they serve; empty if they can."""
+    if norm.kind != "l1" or act != "relu":
         return "the pool is a part of L1 batch norm with a ReLU only"
     if input.dim() != 4 or not input.is_contiguous(memory_format=torch.channels_last):
         return "the pool is a part of the kernels for channels_last inputs only"
     return ""
 
 
-def layer_norm_backend(
-    input: Tensor, normalized_shape: Sequence[int], *, p: float | str = 1, k: int | None = None
-) -> Backend:
+def layer_norm_backend(input: Tensor, normalized_shape: Sequence[int], norm: Norm) -> Backend:
     """Which backend serves a layer norm or RMS norm of ``input``, (..., *normalized_shape), and why not a faster one.
 
     Example::
 
-        >>> layer_norm_backend(torch.randn(8, 16), [16]).reason
+        >>> layer_norm_backend(torch.randn(8, 16), [16], Norm(1)).reason
         'the input is on cpu, and the kernels run on CUDA devices'
     """
-    if precision.active() is not None:
-        return Backend("arithmetic", "normmatters.precision.arithmetic is active")
+    if emulation.open_contexts and emulation.active() is not None:
+        return _EMULATED
     reason = why_not_triton(input)
-    if not reason and statistic_kind(p, k) not in ("l1", "l2"):
-        reason = "there are layer norm kernels for p = 1 and p = 2 only"
     if not reason:
-        from normmatters.kernels import layer_norm_ops
+        from normmatters.kernels.triton import layer_norm
 
-        reason = layer_norm_ops.supported(input, normalized_shape) or ""
-    return Backend("plain", reason) if reason else _TRITON
+        reason = layer_norm.why_not(input, normalized_shape, norm)
+    return Backend("plain", reason) if reason else TRITON
 
 
 @functools.lru_cache(1024)
@@ -206,6 +244,7 @@ def log_once(message: str) -> None:
     logger.info(message)
 
 
-def say(what: str, backend: Backend, input: Tensor) -> None:
+def log_fallback(what: str, backend: Backend, input: Tensor) -> None:
+    """Log once that ``what`` is not done by kernels on a GPU, and why."""
     if backend.reason and input.is_cuda and not torch.compiler.is_compiling():
         log_once(f"{what} falls back to {backend.name}: {backend.reason}")

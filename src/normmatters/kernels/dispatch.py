@@ -1,31 +1,31 @@
-"""Normalizations by the backend that :mod:`normmatters.kernels.backends` chooses; checked, then computed."""
+"""Every normalization passes here: check the arguments, choose a backend, call it."""
 
 from __future__ import annotations
 
-import functools
-import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from normmatters import functional, precision
-from normmatters.functional import hand_derived
+from normmatters.functional.batch_norm import batch_norm as plain_batch_norm
 from normmatters.functional.checks import check_batch_norm, check_layer_norm
-from normmatters.functional.statistic import compute_dtype, scale_constant, statistic_kind
+from normmatters.functional.layer_norm import layer_norm as plain_layer_norm
+from normmatters.kernels import backends, emulation, hand_derived
 from normmatters.kernels.backends import (
     Backend,
     batch_norm_backend,
-    chosen_for_batch_norm,
     has_no_memory,
     layer_norm_backend,
-    say,
+    log_fallback,
     why_not_pooled,
 )
+from normmatters.norm import Norm, RunningStats
 
 __all__ = [
     "Backend",
+    "NormedInput",
     "batch_norm",
     "batch_norm_backend",
     "layer_norm",
@@ -34,218 +34,156 @@ __all__ = [
     "max_pool",
     "pooled_batch_norm",
     "rms_norm",
+    "twin_batch_norm",
 ]
 
-_cached_constant = functools.lru_cache(typed=True)(scale_constant)  # typed: True is no constant, but equals 1
-
-
-def _constant(p: float | str, n: int, k: int | None, constant: str | float) -> float:
-    """The constant from a cache, but not for the compiler: it would look into the cache anyway, and warn of it."""
-    return (scale_constant if torch.compiler.is_compiling() else _cached_constant)(p, n, k, constant)
-
-
-_PLAIN = (Tensor, nn.Parameter)
-_WITHOUT_KERNELS = {
-    "arithmetic": precision.batch_norm,
-    "hand-derived": hand_derived.batch_norm,
-    "plain": functional.lp_batch_norm,
-}
-
-
-def _check_plain(*tensors: Tensor | None) -> None:
-    """A kernel that is handed no memory spoils the GPU for the whole process: say so before."""
-    for tensor in tensors:
-        if tensor is not None and type(tensor) not in _PLAIN and has_no_memory(tensor):
-            raise TypeError(f"the input is a plain Tensor, so all others must be, got a {type(tensor).__name__}")
-
-
-def _who_counts(num_batches_tracked: Tensor | None, input: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """The number of batches for the kernel to raise, or, where it cannot, for :func:`_count` behind it."""
-    if num_batches_tracked is None or (
-        num_batches_tracked.dtype == torch.int64 and num_batches_tracked.device == input.device
-    ):
-        return num_batches_tracked, None
-    return None, num_batches_tracked
-
-
-def _count(num_batches_tracked: Tensor | None) -> None:
-    if num_batches_tracked is not None:
-        num_batches_tracked.add_(1)
+# What trains a batch norm, by the name of its backend. The kernels take links besides; the equation and the emulated
+# arithmetic also serve evaluation.
+_TRAIN = {"hand-derived": hand_derived.batch_norm}
 
 
 def batch_norm(
     input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
+    norm: Norm,
     weight: Tensor | None,
     bias: Tensor | None,
+    running: RunningStats,
     training: bool,
-    momentum: float,
-    eps: float,
     *,
-    p: float | str = 1,
-    k: int | None = None,
-    constant: str | float = "exact",
-    act: str | None = None,
     residual: Tensor | None = None,
-    memory: str = "exact",
-    num_batches_tracked: Tensor | None = None,
+    act: str | None = None,
 ) -> Tensor:
     """Batch norm of any kind; see :func:`normmatters.functional.lp_batch_norm` for the equation.
 
-    ``num_batches_tracked`` is raised by one, by the kernel where there is one: a launch of its own would take longer.
-
-    input and residual: (N, C, ...); num_batches_tracked: (); the other tensors: (C,).
+    input and residual: (N, C, ...); weight and bias: (C,).
 
     Example::
 
-        >>> batch_norm(torch.tensor([[1.0], [3.0]]), None, None, None, None, True, 0.1, 0.0, act="relu")
+        >>> batch_norm(torch.tensor([[1.0], [3.0]]), Norm(eps=0.0), None, None, RunningStats(), True, act="relu")
         tensor([[0.0000],
                 [0.7979]])
     """
-    return linked_batch_norm(
-        input, running_mean, running_var, weight, bias, training, momentum, eps,
-        p=p, k=k, constant=constant, act=act, residual=residual, memory=memory, num_batches_tracked=num_batches_tracked,
-    )[0]  # fmt: skip
+    return linked_batch_norm(input, norm, weight, bias, running, training, residual=residual, act=act)[0]
 
 
 def linked_batch_norm(
     input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
+    norm: Norm,
     weight: Tensor | None,
     bias: Tensor | None,
+    running: RunningStats,
     training: bool,
-    momentum: float,
-    eps: float,
     *,
-    p: float | str = 1,
-    k: int | None = None,
-    constant: str | float = "exact",
-    act: str | None = None,
     residual: Tensor | None = None,
-    memory: str = "exact",
+    act: str | None = None,
     link: Tensor | None = None,
     linked: bool = False,
-    num_batches_tracked: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """:func:`batch_norm`, and a link to its output if ``linked`` (see :mod:`normmatters.kernels.ops`), or None.
 
-    ``link`` is what the batch norm that made ``residual`` gave with it. Where no kernel runs there are no links: one
-    that comes is left alone, and the residual's gradient goes the usual way.
-
-    input and residual: (N, C, ...); num_batches_tracked: (); the other tensors: (C,).
+    ``link`` is what the batch norm that made ``residual`` returned with it. Only the kernels have links: elsewhere
+    ``link`` is ignored, and the residual's gradient is added by autograd.
 
     Example::
 
         >>> x = torch.tensor([[1.0], [3.0]])
-        >>> output, link = linked_batch_norm(x, None, None, None, None, True, 0.1, 0.0, linked=True)
+        >>> output, link = linked_batch_norm(x, Norm(), None, None, RunningStats(), True, linked=True)
         >>> link is None  # on a CPU
         True
     """
-    backend, kind = chosen_for_batch_norm(input, training, p, k, memory)
-    if kind is not None:
+    check_batch_norm(input, norm, weight, bias, running, training, residual=residual, act=act)
+    backend = batch_norm_backend(input, norm, training=training)
+    if backend is backends.TRITON:
         from normmatters.kernels.ops import batch_norm as kernel  # of the module itself: quicker than of the package
 
-        check_batch_norm(
-            input, running_mean, running_var, weight, bias, training, eps, kind=kind, k=k, act=act, residual=residual
-        )
-        _check_plain(running_mean, running_var, weight, bias, residual)
-        C = _constant(p, int(input.numel() // input.shape[1]), k, constant)
+        _check_plain(running.mean, running.var, weight, bias, residual)
         if residual is not None and residual.dtype != input.dtype:
             residual, link = residual.to(input.dtype), None
-        batches, late = _who_counts(num_batches_tracked, input)
-        output, link = kernel(
-            input,
-            running_mean,
-            running_var,
-            weight,
-            bias,
-            momentum,
-            0.0 if kind == "mean" else eps,
-            kind=kind,
-            k=k,
-            constant=C,
-            act=act,
-            residual=residual,
-            memory=memory,
-            link=link,
-            linked=linked,
-            batches=batches,
-        )
-        _count(late)
-        return output, link
-    if training:
-        say("batch norm", backend, input)
-    plain = _WITHOUT_KERNELS[backend.name]
-    output = plain(
-        input,
-        running_mean,
-        running_var,
-        weight,
-        bias,
-        training,
-        momentum,
-        eps,
-        p=p,
-        k=k,
-        constant=constant,
-        act=act,
-        residual=residual,
-    )
-    _count(num_batches_tracked)
+        in_kernel = _counted_by_kernel(running, input)
+        pair = kernel(
+            input, norm, weight, bias, in_kernel, residual=residual, act=act, link=link, linked=linked
+        )  # fmt: skip
+        _count_after_kernel(running, in_kernel)
+        return pair
+    if training and input.is_cuda:
+        log_fallback("batch norm", backend, input)
+    if backend.name == "plain":
+        output = plain_batch_norm(input, norm, weight, bias, running, training, residual=residual, act=act)
+    elif backend.name == "arithmetic":
+        arithmetic = emulation.active()
+        assert arithmetic is not None
+        output = arithmetic.batch_norm(input, norm, weight, bias, running, training, residual=residual, act=act)
+    else:
+        output = _TRAIN[backend.name](input, norm, weight, bias, running, residual=residual, act=act)
+    if running.num_batches is not None:
+        running.num_batches.add_(1)
     return output, None
 
 
 def pooled_batch_norm(
     input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
+    norm: Norm,
     weight: Tensor | None,
     bias: Tensor | None,
+    running: RunningStats,
     training: bool,
-    momentum: float,
-    eps: float,
     *,
-    p: float | str = 1,
-    k: int | None = None,
-    constant: str | float = "exact",
+    residual: Tensor | None = None,
     act: str | None = None,
-    memory: str = "exact",
-    num_batches_tracked: Tensor | None = None,
 ) -> Tensor:
     """:func:`batch_norm`, then a max pool over 3×3 windows with stride 2 and padding 1; in one where kernels can.
 
-    input: (N, C, H, W); output: (N, C, ⌈H/2⌉, ⌈W/2⌉); num_batches_tracked: (); the other tensors: (C,).
-    In one, the x that won each window and a byte with it are kept for the backward pass, whatever ``memory`` is, and
-    its gradients are right to rounding.
+    input: (N, C, H, W); output: (N, C, ⌈H/2⌉, ⌈W/2⌉).
+    In one, the x that won each window and a byte with it are saved for the backward pass, whatever ``norm.memory`` is,
+    and its gradients are right to rounding.
 
     Example::
 
         >>> x = torch.arange(8.0).view(2, 1, 2, 2)
-        >>> pooled_batch_norm(x, None, None, None, None, True, 0.1, 0.0, act="relu").flatten()
+        >>> pooled_batch_norm(x, Norm(eps=0.0), None, None, RunningStats(), True, act="relu").flatten()
         tensor([0.0000, 1.3963])
     """
-    tensors = (running_mean, running_var, weight, bias)
-    _, kind = chosen_for_batch_norm(input, training, p, k, memory)
-    if kind is not None:
-        reason = why_not_pooled(input, kind, act)
+    if residual is None and batch_norm_backend(input, norm, training=training) is backends.TRITON:
+        reason = why_not_pooled(input, norm, act)
         if not reason:
             from normmatters.kernels.pooled_ops import pooled_batch_norm as kernel
 
-            check_batch_norm(input, *tensors, training, eps, kind=kind, k=k, act=act, residual=None)
-            _check_plain(*tensors)
-            C = _constant(p, int(input.numel() // input.shape[1]), k, constant)
-            batches, late = _who_counts(num_batches_tracked, input)
-            output = kernel(input, *tensors, momentum, eps, constant=C, batches=batches)
-            _count(late)
+            check_batch_norm(input, norm, weight, bias, running, training, act=act)
+            _check_plain(running.mean, running.var, weight, bias)
+            in_kernel = _counted_by_kernel(running, input)
+            output = kernel(input, norm, weight, bias, in_kernel)
+            _count_after_kernel(running, in_kernel)
             return output
-        say("max pool behind a batch norm", Backend("plain", reason), input)
-    output = batch_norm(
-        input, *tensors, training, momentum, eps,
-        p=p, k=k, constant=constant, act=act, memory=memory, num_batches_tracked=num_batches_tracked,
-    )  # fmt: skip
-    return max_pool(output)
+        log_fallback("max pool after a batch norm", Backend("plain", reason), input)
+    return max_pool(batch_norm(input, norm, weight, bias, running, training, residual=residual, act=act))
+
+
+class NormedInput(NamedTuple):
+    """An input, the norm that it goes through and its parameters: one side of :func:`twin_batch_norm`."""
+
+    input: Tensor
+    norm: Norm
+    weight: Tensor | None
+    bias: Tensor | None
+    running: RunningStats
+
+
+def twin_batch_norm(first: NormedInput, second: NormedInput, *, linked: bool = False) -> tuple[Tensor, Tensor | None]:
+    """relu(norm₁(x₁) + norm₂(x₂)) in training, and the link to it if ``linked``, or None.
+
+    For two L1 norms with the same ``memory``, on tensors of one shape, layout and dtype that the kernels serve.
+    """
+    from normmatters.kernels.twin_ops import twin_batch_norm as kernel
+
+    in_kernel = []
+    for one in (first, second):
+        check_batch_norm(*one, training=True)
+        _check_plain(one.running.mean, one.running.var, one.weight, one.bias)
+        in_kernel.append(one._replace(running=_counted_by_kernel(one.running, one.input)))
+    pair = kernel(*in_kernel, linked=linked)
+    for one, counted in zip((first, second), in_kernel):
+        _count_after_kernel(one.running, counted.running)
+    return pair
 
 
 def max_pool(input: Tensor) -> Tensor:
@@ -261,81 +199,69 @@ def max_pool(input: Tensor) -> Tensor:
     return F.max_pool2d(input, 3, 2, 1)
 
 
+_PLAIN_TENSORS = (Tensor, nn.Parameter)
+
+
+def _check_plain(*tensors: Tensor | None) -> None:
+    """Raise where a kernel would be handed no memory: that breaks the GPU for the whole process."""
+    for tensor in tensors:
+        if tensor is not None and type(tensor) not in _PLAIN_TENSORS and has_no_memory(tensor):
+            raise TypeError(f"the input is a plain Tensor, so all others must be, got a {type(tensor).__name__}")
+
+
+def _counted_by_kernel(running: RunningStats, input: Tensor) -> RunningStats:
+    """``running`` without a number of batches that the kernel cannot raise; a launch of its own would take longer."""
+    count = running.num_batches
+    if count is None or (count.dtype == torch.int64 and count.device == input.device):
+        return running
+    return running._replace(num_batches=None)
+
+
+def _count_after_kernel(running: RunningStats, in_kernel: RunningStats) -> None:
+    if running.num_batches is not in_kernel.num_batches and running.num_batches is not None:
+        running.num_batches.add_(1)
+
+
 def layer_norm(
     input: Tensor,
     normalized_shape: Sequence[int],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
+    norm: Norm,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
     *,
-    p: float | str = 1,
-    k: int | None = None,
-    constant: str | float = "exact",
+    centered: bool = True,
 ) -> Tensor:
-    """Layer norm of any kind; see :func:`normmatters.functional.lp_layer_norm`.
+    """Layer norm, or with ``centered=False`` RMS norm; see :func:`normmatters.functional.lp_layer_norm`.
 
     input: (..., *normalized_shape); weight and bias: normalized_shape.
 
     Example::
 
-        >>> layer_norm(torch.tensor([1.0, 3.0]), [2], None, None, 0.0)
+        >>> layer_norm(torch.tensor([1.0, 3.0]), [2], Norm(1, eps=0.0))
         tensor([-0.7979,  0.7979])
     """
-    backend = layer_norm_backend(input, normalized_shape, p=p, k=k)
+    backend = layer_norm_backend(input, normalized_shape, norm)
     if backend.name == "triton":
-        return _layer_norm_kernel(input, normalized_shape, weight, bias, eps, p, k, constant, centered=True)
-    if backend.name == "arithmetic":
-        return precision.layer_norm(input, normalized_shape, weight, bias, eps, p=p, k=k, constant=constant)
-    say("layer norm", backend, input)
-    return functional.lp_layer_norm(input, normalized_shape, weight, bias, eps, p=p, k=k, constant=constant)
+        from normmatters.kernels.triton import layer_norm as triton_layer_norm
+
+        check_layer_norm(input, normalized_shape, norm, weight, bias)
+        _check_plain(weight, bias)
+        return triton_layer_norm.layer_norm(input, normalized_shape, norm, weight, bias, centered=centered)
+    arithmetic = emulation.active()
+    if arithmetic is not None:
+        return arithmetic.layer_norm(input, normalized_shape, norm, weight, bias, centered=centered)
+    log_fallback("layer norm" if centered else "RMS norm", backend, input)
+    return plain_layer_norm(input, normalized_shape, norm, weight, bias, centered=centered)
 
 
-def rms_norm(
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None,
-    eps: float | None,
-    *,
-    p: float = 1,
-    constant: str | float = "exact",
-) -> Tensor:
-    """RMS norm of any kind; see :func:`normmatters.functional.lp_rms_norm`.
+def rms_norm(input: Tensor, normalized_shape: Sequence[int], norm: Norm, weight: Tensor | None = None) -> Tensor:
+    """RMS norm; see :func:`normmatters.functional.lp_rms_norm`.
 
     input: (..., *normalized_shape); weight: normalized_shape.
 
     Example::
 
-        >>> rms_norm(torch.tensor([2.0, -2.0]), [2], None, 0.0)
+        >>> rms_norm(torch.tensor([2.0, -2.0]), [2], Norm(1, eps=0.0))
         tensor([ 0.7979, -0.7979])
     """
-    backend = layer_norm_backend(input, normalized_shape, p=p)
-    if backend.name == "triton":
-        epsilon = torch.finfo(compute_dtype(input.dtype)).eps if eps is None else eps
-        return _layer_norm_kernel(input, normalized_shape, weight, None, epsilon, p, None, constant, centered=False)
-    if backend.name == "arithmetic":
-        return precision.rms_norm(input, normalized_shape, weight, eps, p=p, constant=constant)
-    say("RMS norm", backend, input)
-    return functional.lp_rms_norm(input, normalized_shape, weight, eps, p=p, constant=constant)
-
-
-def _layer_norm_kernel(
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    p: float | str,
-    k: int | None,
-    constant: str | float,
-    *,
-    centered: bool,
-) -> Tensor:
-    from normmatters.kernels import layer_norm_ops
-
-    kind = statistic_kind(p, k)
-    check_layer_norm(input, normalized_shape, weight, bias, eps, kind=kind, k=k)
-    _check_plain(weight, bias)
-    C = scale_constant(p, math.prod(normalized_shape), k, constant)
-    return layer_norm_ops.layer_norm(
-        input, normalized_shape, weight, bias, eps, kind=kind, constant=C, centered=centered
-    )
+    return layer_norm(input, normalized_shape, norm, weight, centered=False)

@@ -41,6 +41,7 @@ from normmatters.kernels.triton import (
 from normmatters.kernels.triton.batch_norm_plan import affine_of
 from normmatters.kernels.triton.batch_norm_saved import inverts_output, kept, saved_shapes
 from normmatters.kernels.triton.layout import memory_format, view_of
+from normmatters.norm import Norm, RunningStats
 
 LIBRARY.define(
     "batch_norm_forward(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor? link, "
@@ -275,34 +276,28 @@ class _BatchNorm(torch.autograd.Function):
 
 def batch_norm(
     x: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
+    norm: Norm,
     weight: Tensor | None,
     bias: Tensor | None,
-    momentum: float,
-    eps: float,
+    running: RunningStats,
     *,
-    kind: str,
-    k: int | None,
-    constant: float,
-    act: str | None,
-    residual: Tensor | None,
-    memory: str,
+    residual: Tensor | None = None,
+    act: str | None = None,
     link: Tensor | None = None,
     linked: bool = False,
-    batches: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """A training step's batch norm, and its link if ``linked``; the dispatcher has checked the arguments.
-
-    ``batches`` is raised by one.
-    """
+    """A batch norm in training, and its link if ``linked``; the dispatcher has checked the arguments."""
+    constant = norm.scale_constant(int(x.numel() // x.shape[1]))
     x = _dense(x)  # here, where autograd sees a copy made: what the node saves then leads to the input
     weight, bias = weight if weight is None else weight.contiguous(), bias if bias is None else bias.contiguous()
     relu = act == "relu"
-    lean = memory == "lean" and kind == "l1"  # the other statistics' gradients need the input itself
+    lean = norm.memory == "lean" and norm.kind == "l1"  # the other statistics' gradients need the input itself
     save = torch.is_grad_enabled() and any_requires_grad(x, weight, bias, residual, link)
     linked = linked and save
-    options = (running_mean, running_var, batches, momentum, eps, kind, k or 0, constant, relu, lean, save, linked)
+    options = (
+        running.mean, running.var, running.num_batches, running.momentum, norm.eps,
+        norm.kind, norm.k or 0, constant, relu, lean, save, linked,
+    )  # fmt: skip
     if not needs_operators():
         with on_device(x.device):
             out = _BatchNorm.apply(x, weight, bias, residual, link, options)

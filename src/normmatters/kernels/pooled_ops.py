@@ -22,6 +22,7 @@ from normmatters.kernels.operators import (
 )
 from normmatters.kernels.triton import batch_norm_statistics
 from normmatters.kernels.triton import pooled_batch_norm as kernels
+from normmatters.norm import Norm, RunningStats
 
 LIBRARY.define(
     "pooled_batch_norm_forward(Tensor x, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, "
@@ -157,24 +158,13 @@ class _PooledBatchNorm(torch.autograd.Function):
 
 
 def pooled_batch_norm(
-    x: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    momentum: float,
-    eps: float,
-    *,
-    constant: float,
-    batches: Tensor | None = None,
+    x: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | None, running: RunningStats
 ) -> Tensor:
-    """A training step's L1 batch norm, ReLU and pool of a channels-last ``x``; the dispatcher has checked them.
-
-    ``batches`` is raised by one.
-    """
+    """L1 batch norm in training, ReLU and pool of a channels-last ``x``; the dispatcher has checked them."""
+    constant = norm.scale_constant(int(x.numel() // x.shape[1]))
     weight, bias = weight if weight is None else weight.contiguous(), bias if bias is None else bias.contiguous()
     save = torch.is_grad_enabled() and any_requires_grad(x, weight, bias)
-    options = (running_mean, running_var, batches, momentum, eps, constant, save)
+    options = (running.mean, running.var, running.num_batches, running.momentum, norm.eps, constant, save)
     if not needs_operators():
         with on_device(x.device):
             out: Tensor = _PooledBatchNorm.apply(x, weight, bias, options)

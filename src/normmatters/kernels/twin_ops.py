@@ -189,24 +189,19 @@ class _TwinBatchNorm(torch.autograd.Function):
         return *_input_gradients(ctx, g, link, _backward), None
 
 
-#: Running mean and variance, weight, bias, momentum, eps, constant and number of batches (raised by one) of one norm.
-State = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, float, float, float, Tensor | None]
-
-
-def twin_batch_norm(
-    x1: Tensor, first: State, x2: Tensor, second: State, *, memory: str, linked: bool
-) -> tuple[Tensor, Tensor | None]:
-    """relu(norm₁(x₁) + norm₂(x₂)) in training, and its link if ``linked``; the dispatcher has checked the arguments."""
-    x1 = _dense(x1)  # as in `ops`
-    x2 = x2.contiguous(memory_format=memory_format(x1))
+def twin_batch_norm(first: Any, second: Any, *, linked: bool) -> tuple[Tensor, Tensor | None]:
+    """:func:`normmatters.kernels.dispatch.twin_batch_norm`, which has checked the arguments."""
+    x1 = _dense(first.input)  # as in `ops`
+    x2 = second.input.contiguous(memory_format=memory_format(x1))
     tensors: list[Tensor | None] = []
     options: list[Any] = []
-    for x, (running_mean, running_var, weight, bias, momentum, eps, constant, batches) in ((x1, first), (x2, second)):
+    for x, (_, norm, weight, bias, running) in ((x1, first), (x2, second)):
         tensors += [x, *(None if t is None else t.contiguous() for t in (weight, bias))]
-        options += [running_mean, running_var, batches, momentum, eps, constant]
+        constant = norm.scale_constant(int(x.numel() // x.shape[1]))
+        options += [running.mean, running.var, running.num_batches, running.momentum, norm.eps, constant]
     save = torch.is_grad_enabled() and any_requires_grad(*tensors)
     linked = linked and save
-    options += [memory == "lean", save, linked]
+    options += [first.norm.memory == "lean", save, linked]
     if not needs_operators():
         with on_device(x1.device):
             out = _TwinBatchNorm.apply(*tensors, tuple(options))

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from normmatters.lab.runlog import RunError, write_atomic
+from normmatters.lab.files import RunError, write_atomic
 
 _NAME = re.compile(r"epoch-(\d{6})\.pt")
 

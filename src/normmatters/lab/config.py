@@ -97,8 +97,10 @@ class OptimConfig:
     ``wd_on``/``wd_off`` plain; ``corrected`` no decay, step sizes corrected to the norms of ``reference`` (F3);
     ``norm_schedule`` constant lr, the norms follow the reference's or the schedule (F4); ``wd_free`` the exact
     recursion with no decay; ``angular`` fixed norms, the angle a step set by ``angle`` or by lr and weight decay.
+    Four kinds of parameters decay apart. ``weight_decay`` is of all other weights, the v of a weight norm among them.
     ``last_layer_weight_decay`` (None: as the others) always acts as plain decay on the classifier.
-    ``decay_norms``: biases and the norms' affine parameters decay too.
+    ``gain_weight_decay`` (None: as the others) is of the g of a weight norm.
+    ``decay_norms``: vectors, which are biases and the norms' affine parameters, decay too.
     ``reference`` names the cell of the same experiment and seed whose recorded norms are used.
     """
 
@@ -111,6 +113,7 @@ class OptimConfig:
     weight_decay: float = 0.0
     decay_norms: bool = False
     last_layer_weight_decay: float | None = None
+    gain_weight_decay: float | None = None
     schedule: Literal["constant", "step", "cosine", "warmup_sqrt"] = "step"
     milestones: tuple[float, ...] = ()
     gamma: float = 0.1
@@ -183,6 +186,11 @@ def cell_folder(above: Path, config: RunConfig) -> Path:
         if value in ("", ".", "..") or {*value} & {*"/\\\0"}:
             raise ValueError(f"{name} names a folder: expected one without / and \\, and not '..', got {value!r}")
     return above / config.experiment / config.cell
+
+
+def run_path(above: Path, config: RunConfig) -> Path:
+    """``above/experiment/cell/seedN``: where ``optim.reference`` finds its neighbour."""
+    return cell_folder(above, config) / f"seed{config.seed}"
 
 
 def read_toml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
@@ -282,7 +290,7 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], dict[str, tuple[str, ...]]], 
     (
         "zero or more",
         lambda v: 0 <= v < math.inf,
-        {"optim": ("weight_decay", "last_layer_weight_decay", "warmup_steps")},
+        {"optim": ("weight_decay", "last_layer_weight_decay", "gain_weight_decay", "warmup_steps")},
     ),
     ("in [0, 1)", lambda v: 0 <= v < 1, {"model": ("dropout",), "optim": ("momentum", "label_smoothing")}),
 )
@@ -336,6 +344,10 @@ def _check_values(config: RunConfig, origin: str) -> None:
     else:
         accumulate = config.precision.accumulate
         need(accumulate is None, "precision.accumulate", "unset without precision.arithmetic", accumulate)
+    gain = optim.gain_weight_decay
+    need(
+        gain is None or model.weight_norm == "wn", "optim.gain_weight_decay", "unset where no weight norm has a g", gain
+    )
     bounded = model.weight_norm not in ("none", "wn")
     need(model.rho == 1 or bounded, "model.rho", "1 without a bounded weight norm", model.rho)
     scale = model.norm_input_scale
@@ -373,9 +385,13 @@ def to_json(config: RunConfig) -> str:
     return json.dumps(to_dict(config), indent=2) + "\n"
 
 
-# Settings of a model that are younger than the published runs, whose hashes stay what they are: hashed where they are
-# not at their defaults.
-_YOUNGER = ("norm_input_scale", "attention")
+# Settings that are younger than the published runs, whose hashes stay what they are: hashed where they are not at their
+# defaults.
+_YOUNGER = (
+    ("model", ModelConfig, "norm_input_scale"),
+    ("model", ModelConfig, "attention"),
+    ("optim", OptimConfig, "gain_weight_decay"),
+)
 # Changing these does not make another run: its finished result stays valid.
 _NOT_HASHED = {
     "label": None,
@@ -401,9 +417,9 @@ def differences(a: RunConfig, b: RunConfig) -> list[str]:
 def config_hash(config: RunConfig) -> str:
     """12 hex digits over everything that decides a run's numbers."""
     table = _hashed(config)
-    for name in _YOUNGER:
-        if table["model"][name] == getattr(ModelConfig, name):
-            del table["model"][name]
+    for section, kind, name in _YOUNGER:
+        if table[section][name] == getattr(kind, name):
+            del table[section][name]
     return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()[:12]
 
 

@@ -16,7 +16,7 @@ A cell file is a run's config (see ``config.py``) with a few more keys, which ar
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, get_args
@@ -44,12 +44,17 @@ _METRICS = ("accuracy", "bleu", "ppl")
 
 @dataclass(frozen=True)
 class Paper:
-    """What the paper says of a cell: ``value`` is None where it shows a curve or says it in words only."""
+    """What the paper says of a cell: ``value`` is None where it shows a curve or says it in words only.
+
+    ``regime`` is what the paper has where the cell's body has something else, ``departs`` what no setting can say.
+    """
 
     metric: str = "accuracy"
     value: float | None = None
     setting: str = ""
     note: str = ""
+    departs: tuple[str, ...] = ()
+    regime: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -128,7 +133,9 @@ def load_file(path: str | Path) -> Cell:
     """Read one cell file. Unknown keys are errors, in the preset tables as well."""
     path = Path(path)
     table = _config.read_toml(path)
-    paper = build(Paper, table.pop("paper", {}), "paper.", str(path))
+    said = dict(table.pop("paper", {}))
+    regime = said.pop("regime", {})
+    paper = replace(build(Paper, said, "paper.", str(path)), regime=regime)
     if paper.metric not in _METRICS:
         raise ValueError(f"{path}: [paper] metric {paper.metric!r}{suggest(paper.metric, _METRICS)}")
     presets = table.pop("preset", {})

@@ -18,12 +18,12 @@ from typing import Any
 from normmatters.lab import config as _config
 from normmatters.lab.claims import CLAIMS, Claim
 from normmatters.lab.experiments import PRESETS, load_cell
+from normmatters.lab.files import write_atomic
 from normmatters.lab.report import Report, collect, draw
 from normmatters.lab.report.collect import PUBLISHED, Result, Run, describe, published_file, read_published
 from normmatters.lab.report.html import experiments_of
-from normmatters.lab.report.judge import MARKS
+from normmatters.lab.report.judge import MARKS, Kind
 from normmatters.lab.report.markdown import row
-from normmatters.lab.runlog import write_atomic
 from normmatters.lab.schema import suggest
 
 __all__ = ["publish", "redraw"]
@@ -104,8 +104,9 @@ def redraw(results: str | Path, pages: Iterable[str | Path] = ()) -> list[Report
     """A report of every preset below ``results``, ``results/README.md``, and the marked parts of ``pages``.
 
     A marked part is what stands between ``<!-- numbers: E1 E7 -->`` and ``<!-- end of numbers -->``: the claims of the
-    named checks; with ``figures`` among them each claim once, from its longest runs, and the first figure of each
-    experiment. Everything is read and checked before anything is written.
+    named checks. With ``figures`` among them each claim is there once, from its longest runs (shorter stay if their
+    verdict is another), with the first figure of each experiment. ``dates`` alone lists the claims that were written
+    after the first run of one of their cells. Everything is read and checked before anything is written.
     """
     results = Path(results)
     if not results.is_dir():
@@ -131,7 +132,7 @@ def _parts(page: Path) -> list[str]:
     except UnicodeDecodeError as error:
         raise ValueError(f"{page}: expected a page of text: {error}") from None
     parts = _MARKED.split(text)
-    known = {"figures", *(claim.check for claim in CLAIMS)}
+    known = {"figures", "dates", *(claim.check for claim in CLAIMS)}
     for checks in parts[1::2]:
         for check in checks.split():
             if check not in known:
@@ -181,32 +182,55 @@ def _claims(words: str, reports: Sequence[tuple[str, Report]], page: Path) -> st
 
     Those that no runs are about come last: a reader must see what was not tried, too.
     """
-    lines, pictures = [], []
-    overview, seen = "figures" in words.split(), set[Claim]()
+    checks = words.split()
+    if checks == ["dates"]:
+        return "\n".join([f"<!-- numbers: {words} -->", *_dates(reports), END])
+    lines, figures = list[list[str]](), list[str]()
+    seen: dict[Claim, Kind] = {}
     for preset, report in reversed(reports):  # the longest runs first
-        told = [v for v in report.verdicts if v.claim.check in words.split()]
-        told = [v for v in told if not v.measured.startswith("no finished run")]
-        if overview:
-            told = [v for v in told if v.claim not in seen]
-        seen |= {v.claim for v in told}
-        for v in told:
+        verdicts = [v for v in report.verdicts if v.claim.check in checks]
+        verdicts = [v for v in verdicts if not v.measured.startswith("no finished run")]
+        if "figures" in checks:
+            verdicts = [v for v in verdicts if seen.get(v.claim) != v.verdict]
+        for v in verdicts:
+            seen.setdefault(v.claim, v.verdict)
             seeds = dict.fromkeys(len(report.collection.results[cell].done) for cell in (v.claim.a, v.claim.b))
             how_many = " and ".join(map(str, seeds))  # of the one and of the other, where they differ
-            lines.append(f"| {v.mark} | {v.claim.text} ({v.claim.check}) | {v.measured} | {how_many} | `{preset}` |")
-        for name in dict.fromkeys(v.claim.experiment for v in told):
-            pictures += [f for f in report.figures if f.name == f"{name}-0.svg"]
+            lines.append([v.mark, _claim(v.claim, v.caveats), v.measured, how_many, f"`{preset}`"])
+        for e in experiments_of(report.collection):
+            for path in report.figures:
+                if path.name == f"{e.name}-0.svg" and any(v.claim.experiment == e.name for v in verdicts):
+                    link = Path(os.path.relpath(path, page)).as_posix()
+                    figures += ["", f"![{e.title}: {e.topic}]({link})", f"*{e.title}: {e.topic} (`{preset}`)*"]
     run = {id for _, report in reports for id, result in report.collection.results.items() if result.done}
     for claim in CLAIMS:
-        if claim.check not in words.split() or claim in seen:
-            continue
-        missing = ", ".join(f"`{id}`" for id in sorted(claim.cells - run))
-        why = f"not run: {missing}" if missing else "not run at one preset"
-        lines.append(f"| {MARKS['open']} | {claim.text} ({claim.check}) | {why} | | |")
-    table = (
-        ["| | Claim | Measured | Seeds | Preset |", "|---|---|---|---:|---|", *lines]
-        if seen
-        else ["No runs of it are published."]
-    )
-    if overview and pictures:
-        table += ["", *(f"![{f.stem}]({Path(os.path.relpath(f, page)).as_posix()})" for f in pictures)]
-    return "\n".join([f"<!-- numbers: {words} -->", *table, END])
+        if claim.check in checks and claim not in seen:
+            missing = ", ".join(f"`{id}`" for id in sorted(claim.cells - run))
+            why = f"not run: {missing}" if missing else "not run at one preset"
+            lines.append([MARKS["open"], _claim(claim, claim.caveats), why, "", ""])
+    table = ["No runs of it are published."]
+    if seen:
+        table = ["| | Claim | Measured | Seeds | Preset |", "|---|---|---|---:|---|", *(row(*cells) for cells in lines)]
+    return "\n".join([f"<!-- numbers: {words} -->", *table, *(figures if "figures" in checks else []), END])
+
+
+def _claim(claim: Claim, caveats: str) -> str:
+    return f"{claim.text} ({claim.check})" + (f" *{caveats}*" if caveats else "")
+
+
+def _dates(reports: Sequence[tuple[str, Report]]) -> list[str]:
+    """A table of the claims that are younger than the first run of one of their cells."""
+    first: dict[str, str] = {}
+    for _, report in reports:
+        for id, result in report.collection.results.items():
+            times = [str(run.environment.get("time") or "") for run in result.done]
+            first[id] = min([*filter(None, times), first.get(id, "~")])
+    rows, before = list[str](), 0
+    for claim in CLAIMS:
+        runs = min((first[id] for id in claim.cells if id in first), default="~").replace("T", " ")[:16]
+        if runs[0] != "~" and claim.written < runs:
+            before += 1
+        elif runs[0] != "~":
+            rows.append(row(f"{claim.text} ({claim.check})", claim.written, runs))
+    said = f"{before} claims had their cells and margins before any run of these cells. These came after the first one:"
+    return [said, "", "| Claim | Written (UTC) | First published run of its cells |", "|---|---|---|", *rows]

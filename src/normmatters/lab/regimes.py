@@ -15,12 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from normmatters.lab.config import TEXT, OptimConfig, RunConfig
-from normmatters.optim._rows import channel_norms
-from normmatters.optim.angular import Angular, AngularSGD
+from normmatters.optim.angular import Angular
+from normmatters.optim.angular_sgd import AngularSGD
+from normmatters.optim.channels import channel_norms
 from normmatters.optim.correction import StepSizeCorrection
 from normmatters.optim.invariance import ScaleInvariantParameters, scale_invariant_parameters
 from normmatters.optim.norm_schedule import NormSchedule
@@ -249,22 +251,27 @@ def _classifier(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _groups(config: RunConfig, model: nn.Module, invariant: ScaleInvariantParameters | None) -> list[dict[str, Any]]:
-    """Parameter groups, with names: scale-invariant weights, other weights, the classifier's, and all vectors."""
+    """Parameter groups, with names: scale-invariant weights, other weights, weight norms' g, classifier, vectors."""
     optim = config.optim
     decays = optim.mode in ("wd_on", "wd_free", "angular")
     decay = optim.weight_decay if decays else 0.0
     last_decay = decay if optim.last_layer_weight_decay is None else optim.last_layer_weight_decay
     last = {id(p) for p in _classifier(model)}
     names = set(invariant) if invariant is not None else set()
-    parts: dict[str, list[tuple[str, nn.Parameter]]] = {"invariant": [], "weights": [], "last": [], "vectors": []}
+    gains = {id(m.original0) for m in model.modules() if isinstance(m, ParametrizationList) and hasattr(m, "original0")}
+    kinds = ("invariant", "weights", "gains", "last", "vectors")
+    parts: dict[str, list[tuple[str, nn.Parameter]]] = {kind: [] for kind in kinds}
     for name, p in model.named_parameters():
         if name in names:
             parts["invariant"].append((name, p))
         elif p.ndim < 2:
             parts["vectors"].append((name, p))
+        elif id(p) in gains and optim.gain_weight_decay is not None:
+            parts["gains"].append((name, p))
         else:
             parts["last" if id(p) in last else "weights"].append((name, p))
     decay_of = {"invariant": decay, "weights": decay, "last": last_decay, "vectors": decay * optim.decay_norms}
+    decay_of["gains"] = optim.gain_weight_decay or 0.0
     groups: list[dict[str, Any]] = []
     for part, members in parts.items():
         if not members:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +10,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from normmatters.lab.data.text import BOS, EOS, PAD, TextData
-from normmatters.lab.gate import gpu
 from normmatters.lab.models.translator import Translator
 
 
@@ -20,15 +20,22 @@ def length_penalty(length: int | Tensor, alpha: float) -> Any:
 
 @torch.no_grad()
 def beam_search(
-    model: Translator, source: Tensor, *, beam: int = 4, alpha: float = 0.6, max_length: int = 100
+    model: Translator,
+    source: Tensor,
+    *,
+    beam: int = 4,
+    alpha: float = 0.6,
+    max_length: int = 100,
+    before_token: Callable[[], None] = lambda: None,
 ) -> tuple[Tensor, Tensor]:
     """The best translation of each sentence.
 
     Every hypothesis that ends (with EOS) competes by log probability over length penalty, EOS counted in its length;
-    ``beam`` unfinished ones go on. A sentence is done when none of them can overtake its best finished ones.
+    ``beam`` unfinished ones continue. A sentence is done when none of them can overtake its best finished ones.
 
     Args:
         source: (n, S) token ids, padded.
+        before_token: called before each token is decoded.
 
     Returns:
         Token ids (n, L) without BOS, EOS and what follows replaced by PAD, and scores (n,). A sentence with no
@@ -38,12 +45,12 @@ def beam_search(
     state = pytree.tree_map(lambda t: t.repeat_interleave(beam, 0), model.begin(source))
     tokens = torch.full((n, beam, 1), BOS, device=device)
     alive = torch.full((n, beam), float("-inf"), device=device)
-    alive[:, 0] = 0.0  # all beams start equal: let one of them speak
+    alive[:, 0] = 0.0  # all beams start equal: one of them is enough
     best = torch.full((n, max_length), PAD, device=device)
     best_score = torch.full((n,), float("-inf"), device=device)
     first = torch.arange(n, device=device)[:, None] * beam
     for length in range(1, max_length + 1):
-        gpu.pause()
+        before_token()
         logits, state = model.step(tokens[:, :, -1].flatten(), state)
         log_p = logits.float().log_softmax(-1)
         log_p[:, PAD] = log_p[:, BOS] = float("-inf")
@@ -57,7 +64,7 @@ def beam_search(
         row[:, : length - 1] = prefix
         best = torch.where(better[:, None], row, best)
         best_score = torch.where(better, score, best_score)
-        # those that go on
+        # those that continue
         total[:, :, EOS] = float("-inf")
         vocabulary = total.shape[2]
         alive, flat = total.flatten(1).topk(beam, dim=1)
@@ -91,7 +98,14 @@ def bleu(hypotheses: list[str], references: list[str]) -> float:
 
 
 def translate(
-    model: Translator, data: TextData, device: torch.device, *, beam: int = 4, alpha: float = 0.6, tokens: int = 2048
+    model: Translator,
+    data: TextData,
+    device: torch.device,
+    *,
+    beam: int = 4,
+    alpha: float = 0.6,
+    tokens: int = 2048,
+    before_token: Callable[[], None] = lambda: None,
 ) -> list[str]:
     """The test set's translations, in its order; sentences of like length are decoded together."""
     sources = data.test_sources
@@ -107,8 +121,8 @@ def translate(
         width = max(len(r) for r in rows) + 1
         source = torch.tensor([[*r, EOS] + [PAD] * (width - 1 - len(r)) for r in rows], device=device)
         limit = min(2 * width + 10, data.max_length + 50)
-        found, _ = beam_search(model, source, beam=beam, alpha=alpha, max_length=limit)
-        for i, ids in zip(order[start:stop], found.tolist()):
+        best, _ = beam_search(model, source, beam=beam, alpha=alpha, max_length=limit, before_token=before_token)
+        for i, ids in zip(order[start:stop], best.tolist()):
             result[i] = data.decode(ids)
         start = stop
     return result

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from normmatters.functional.weight import slice_norm
-from normmatters.weight_norm.parametrizations import BoundedWeight, ClassicWeight
-from normmatters.weight_norm.parametrized import own_parametrization
+from normmatters.weight_norm.parametrizations import BoundedWeight, ClassicWeight, weight_norm_of
 
 
 def from_others(state: dict[str, Tensor], prefix: str, module: nn.Module) -> None:
@@ -64,7 +63,7 @@ def to_torch(state: dict[str, Tensor], prefix: str, module: nn.Module, layout: s
 def _weight_norms(module: nn.Module) -> Iterator[tuple[str, BoundedWeight | ClassicWeight]]:
     if parametrize.is_parametrized(module):
         for name in module.parametrizations:  # type: ignore[union-attr]
-            norm = own_parametrization(module, name)
+            norm = weight_norm_of(module, name)
             if norm is not None:
                 yield name, norm
 

@@ -1,10 +1,11 @@
-"""Batch norm with any activation behind it, as timm's ``BatchNormAct2d``, under the norm's own state_dict keys."""
+"""Batch norm followed by any activation, as timm's ``BatchNormAct2d``, under the norm's own state_dict keys."""
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 from torch.fx import Proxy
 
+from normmatters.kernels import dispatch
 from normmatters.nn.batchnorm import LpBatchNorm2d
 from normmatters.nn.leaf import module_call
 
@@ -18,17 +19,26 @@ class ThenAct:
     drop: nn.Module
     activation: nn.Module
 
-    def forward(self, input: Tensor, *residual: Tensor) -> Tensor:
+    def forward(self, input: Tensor, *residual: Tensor, **options: bool) -> Tensor:
         if isinstance(input, Proxy):
             return module_call(self, input, *residual)
-        output: Tensor = self.activation(self.drop(super().forward(input, *residual)))  # type: ignore[misc]
+        output: Tensor = self.activation(self.drop(super().forward(input, *residual, **options)))  # type: ignore[misc]
         return output
 
     def forward_linked(
-        self, input: Tensor, residual: Tensor | None = None, link: Tensor | None = None, linked: bool = True
+        self,
+        input: Tensor,
+        residual: Tensor | None = None,
+        link: Tensor | None = None,
+        linked: bool = True,
+        *,
+        relu: bool = False,
+        pooled: bool = False,
     ) -> tuple[Tensor, None]:
         """:meth:`forward`, and no link: it would belong to what the activation has not seen yet."""
-        return self.forward(input, *(() if residual is None else (residual,))), None
+        output = self.forward(input, *(() if residual is None else (residual,)))
+        output = output.relu() if relu else output
+        return dispatch.max_pool(output) if pooled else output, None
 
 
 class LpBatchNormAct2d(ThenAct, LpBatchNorm2d):  # type: ignore[misc]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import EllipsisType
 from typing import Any
 
 import torch
@@ -12,10 +11,9 @@ from torch.nn import init
 from torch.nn.modules.batchnorm import _NormBase  # not BatchNorm2d: torch's SyncBatchNorm would turn us into plain L2
 from torch.utils._python_dispatch import _disable_current_modes
 
-from normmatters.functional.checks import check_act, check_eps, check_memory
-from normmatters.functional.statistic import scale_constant
 from normmatters.kernels import dispatch
 from normmatters.nn.leaf import module_call
+from normmatters.norm import Norm, RunningStats, cached_norm, check_act, check_eps
 
 
 class LpBatchNorm(_NormBase):
@@ -54,12 +52,11 @@ class LpBatchNorm(_NormBase):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        scale_constant(p, k or 2, k, constant)  # refuses a p, a k, or a constant that this p does not have
         check_act(act)
-        check_memory(memory)
         check_eps(eps)
         if p == "mean":  # no scale: so that evaluation is still exactly a batch norm, whose running_var stays 1
             eps = 0.0
+        Norm(p, k, constant, eps, memory)  # refuses what is no norm
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
         if not bias:  # not passed on: torch 2.11's base class has no such argument
             self.register_parameter("bias", None)
@@ -71,21 +68,46 @@ class LpBatchNorm(_NormBase):
         self.act = act
         self.memory = memory
 
-    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Normalize ``input``, (N, C, ...), add ``residual`` of the same shape if given, apply ``act`` if set."""
+    @property
+    def norm(self) -> Norm:
+        """Which normalization: p, k, constant, eps and memory as they are now."""
+        # The compiler would look into the cache anyway, and warn of it.
+        make = Norm if torch.compiler.is_compiling() else cached_norm
+        return make(self.p, self.k, self.constant, self.eps, self.memory)
+
+    def forward(self, input: Tensor, residual: Tensor | None = None, *, apply_act: bool = True) -> Tensor:
+        """Normalize ``input``, (N, C, ...), add ``residual`` of the same shape if given, apply ``act`` if set.
+
+        Without ``apply_act`` the caller applies ``act``: after an addition that only the caller can do.
+        """
         if isinstance(input, Proxy):
             return module_call(self, input, *(() if residual is None else (residual,)))
-        return self._batch_norm(input, *self._state(input), residual)[0]
+        return self._batch_norm(input, residual, self.act if apply_act else None)[0]
 
     def forward_linked(
-        self, input: Tensor, residual: Tensor | None = None, link: Tensor | None = None, linked: bool = True
+        self,
+        input: Tensor,
+        residual: Tensor | None = None,
+        link: Tensor | None = None,
+        linked: bool = True,
+        *,
+        relu: bool = False,
+        pooled: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """:meth:`forward` where the gradients of a residual and of its other use are not added in between.
+        """:meth:`forward`, and a link that saves memory traffic where the output is the residual of another norm.
 
-        Hand the output and the link that comes with it on together: the output to whatever else uses it, both to the
-        ``forward_linked`` whose residual it is. That saves two passes over memory. There is no link, but None, unless
-        ``linked``, and where no kernel runs; the result is the same. It is not used where the residual is not that
-        output any more, but changed in place.
+        An output that is used twice has two gradients, which autograd adds: three passes over memory. Pass the output
+        and its link on together, the output to everything that uses it, both to the ``forward_linked`` whose residual
+        it is. Then the backward pass adds the two gradients while it reads them. The result is the same. There is no
+        link, but None, unless ``linked``, and where no kernel runs. A link is ignored if the residual has been changed
+        in place since.
+
+        Args:
+            input, residual: (N, C, ...).
+            link: the link that came with ``residual``.
+            linked: return a link to the output.
+            relu: apply a ReLU, also where ``act`` is None.
+            pooled: apply a max pool over 3×3 windows with stride 2 and padding 1 at the end; there is no link then.
 
         Example::
 
@@ -93,81 +115,56 @@ class LpBatchNorm(_NormBase):
             >>> z, link = first.forward_linked(torch.randn(8, 4, 5, 5))
             >>> z, _ = second.forward_linked(2 * z, z, link, linked=False)
         """
-        return self._batch_norm(input, *self._state(input), residual, link, linked)
+        return self._batch_norm(input, residual, "relu" if relu else self.act, link, linked, pooled)
 
-    def _state(self, input: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, bool, float]:
-        """Running mean and variance, the count of batches to raise, whether the batch's own statistics count, momentum.
-
-        The first three are None where this pass is not to touch them.
-        """
+    def running_stats(self, input: Tensor) -> tuple[RunningStats, bool]:
+        """The buffers that this forward pass reads or updates, and whether it normalizes by the batch's statistics."""
         self._check_input_dim(input)
         buffers = self._buffers  # attributes of a module are looked for here last, and take several times as long
         try:
-            running_mean, running_var = buffers["running_mean"], buffers["running_var"]
+            mean, var = buffers["running_mean"], buffers["running_var"]
         except KeyError:  # parametrized, or a parameter now
-            running_mean, running_var = self.running_mean, self.running_var
-        training = self.training or (running_mean is None and running_var is None)
+            mean, var = self.running_mean, self.running_var
+        training = self.training or (mean is None and var is None)
         count = None
         if self.training:
             count = buffers["num_batches_tracked"]
             if not self.track_running_stats:
-                running_mean = running_var = count = None
+                mean = var = count = None
             elif _recomputing():
-                running_mean, running_var, count = self._in_vain(running_mean, running_var, count)
+                mean, var, count = self._stats_to_discard(mean, var, count)
         momentum = self.momentum
         if momentum is None:  # cumulative average: the count is raised later, once nothing can fail any more
             momentum = 0.0 if count is None else 1.0 / (float(count) + 1)
-        return running_mean, running_var, count, training, momentum
+        return RunningStats(mean, var, count, momentum), training
 
-    def _in_vain(self, *state: Tensor | None) -> list[Tensor | None]:
-        """What a recomputed forward pass moves in place of the state: nothing, or where that would be noticed, copies.
+    def _stats_to_discard(self, *stats: Tensor | None) -> list[Tensor | None]:
+        """What a recomputed forward pass updates instead: nothing, or copies where their absence would be noticed.
 
-        Torch's own batch norm, which may compute L2, keeps the running statistics for its backward pass, and there must
+        Torch's own batch norm, which may compute L2, saves the running statistics for its backward pass, and there must
         be as many tensors as the first time. Selective checkpointing counts operators: there must be the same ones,
         and it may not see the copies made.
         """
         if self.p != 2 and torch._C._len_torch_dispatch_stack() == 0:
-            return [None] * len(state)
+            return [None] * len(stats)
         with _disable_current_modes():
-            return [None if t is None else t.clone() for t in state]
+            return [None if t is None else t.clone() for t in stats]
 
     def _batch_norm(
         self,
         input: Tensor,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        count: Tensor | None,
-        training: bool,
-        momentum: float,
-        residual: Tensor | EllipsisType | None,
+        residual: Tensor | None,
+        act: str | None,
         link: Tensor | None = None,
         linked: bool = False,
+        pooled: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """The normalization itself, and its link; :class:`~normmatters.nn.sync.SyncLpBatchNorm` has its own.
-
-        ``...`` stands for a residual that only the caller can add, so that ``act`` is the caller's too: taking it off
-        the module for the time of a call would take it off for all threads.
-        """
-        act = self.act
-        if residual is ...:
-            act = residual = None
-        statistics = (running_mean, running_var, self.weight, self.bias, training, momentum, self.eps)
-        options: dict[str, Any] = {
-            "p": self.p,
-            "k": self.k,
-            "constant": self.constant,
-            "act": act,
-            "memory": self.memory,
-            "num_batches_tracked": count,
-        }
-        if self.pool is None:
-            return dispatch.linked_batch_norm(
-                input, *statistics, residual=residual, link=link, linked=linked, **options
-            )
-        # A link belongs to what is not pooled.
-        if residual is None:
-            return dispatch.pooled_batch_norm(input, *statistics, **options), None
-        return dispatch.max_pool(dispatch.batch_norm(input, *statistics, residual=residual, **options)), None
+        """The normalization and its link; :class:`~normmatters.nn.sync.SyncLpBatchNorm` has its own."""
+        running, training = self.running_stats(input)
+        arguments = (input, self.norm, self.weight, self.bias, running, training)
+        if pooled or self.pool is not None:  # a link belongs to what is not pooled
+            return dispatch.pooled_batch_norm(*arguments, residual=residual, act=act), None
+        return dispatch.linked_batch_norm(*arguments, residual=residual, act=act, link=link, linked=linked)
 
     def reset_parameters(self) -> None:
         """Reset the running statistics, the weight to 1 and the bias to 0."""
@@ -203,6 +200,6 @@ def _recomputing() -> bool:
 
     It must give the same output again but not count the batch a second time. A checkpoint inside a compiled function
     needs no such check: what is recomputed there are values, never the updates of buffers. A compiled module inside an
-    eager checkpoint cannot be told apart and counts twice, as torch.nn's does.
+    eager checkpoint looks like any other and counts twice, as torch.nn's does.
     """
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

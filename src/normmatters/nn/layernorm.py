@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from normmatters.functional.checks import check_eps
-from normmatters.functional.statistic import check_constant, scale_constant, statistic_kind
 from normmatters.kernels import dispatch
 from normmatters.nn.leaf import module_call
+from normmatters.norm import Norm, norm_of
 
 
 class LpLayerNorm(nn.LayerNorm):
@@ -53,10 +52,8 @@ class LpLayerNorm(nn.LayerNorm):
         k: int | None = None,
         constant: str | float = "exact",
     ) -> None:
-        if statistic_kind(p, k) == "mean":
+        if Norm(p, k, constant, eps).kind == "mean":
             raise ValueError("layer norm needs a scale: p must not be 'mean'")
-        scale_constant(p, k or 2, k, constant)  # refuses a constant that this p does not have
-        check_eps(eps)
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)  # type: ignore[arg-type]
         self.p = p
         self.k = k
@@ -66,16 +63,8 @@ class LpLayerNorm(nn.LayerNorm):
         """Normalize ``input``, (..., *normalized_shape)."""
         if isinstance(input, Proxy):
             return module_call(self, input)
-        return dispatch.layer_norm(
-            input,
-            self.normalized_shape,
-            self.weight,
-            self.bias,
-            self.eps,
-            p=self.p,  # type: ignore[arg-type]
-            k=self.k,
-            constant=self.constant,
-        )
+        norm = norm_of(self.p, self.k, self.constant, self.eps)  # type: ignore[arg-type]
+        return dispatch.layer_norm(input, self.normalized_shape, norm, self.weight, self.bias)
 
     def extra_repr(self) -> str:
         """``torch.nn.LayerNorm``'s, then what differs from this class's defaults."""
@@ -135,9 +124,7 @@ class L1RMSNorm(nn.RMSNorm):
         *,
         constant: str | float = "exact",
     ) -> None:
-        check_constant(constant)
-        if eps is not None:
-            check_eps(eps)
+        Norm(1, None, constant, eps)  # checks them
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)  # type: ignore[arg-type]
         self.constant = constant
 
@@ -145,7 +132,8 @@ class L1RMSNorm(nn.RMSNorm):
         """Normalize ``x``, (..., *normalized_shape)."""
         if isinstance(x, Proxy):
             return module_call(self, x)
-        return dispatch.rms_norm(x, self.normalized_shape, self.weight, self.eps, p=1, constant=self.constant)
+        norm = norm_of(1, None, self.constant, self.eps)
+        return dispatch.rms_norm(x, self.normalized_shape, norm, self.weight)
 
     def extra_repr(self) -> str:
         """``torch.nn.RMSNorm``'s, then the constant where it is not the default."""

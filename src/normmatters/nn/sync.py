@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import dataclass
-from types import EllipsisType
 from typing import Any
 
 import torch
@@ -14,15 +13,14 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # unlike torch.compiler.disable, it imports the compiler only when called
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from normmatters import precision
-from normmatters.functional.batch_norm import update_running_statistics
 from normmatters.functional.checks import check_batch_norm, check_residual
-from normmatters.functional.statistic import Kind, compute_dtype, scale_constant, statistic_kind
-from normmatters.kernels.dispatch import _count, max_pool
+from normmatters.kernels import emulation
+from normmatters.kernels.dispatch import max_pool
 from normmatters.kernels.double_backward import once_differentiable
 from normmatters.nn.batchnorm_act import ThenAct
 from normmatters.nn.batchnorm_base import LpBatchNorm
 from normmatters.nn.replace import changed, keep_all, replace
+from normmatters.norm import Norm, compute_dtype
 
 
 class SyncLpBatchNorm(LpBatchNorm):
@@ -92,37 +90,32 @@ class SyncLpBatchNorm(LpBatchNorm):
     def _batch_norm(
         self,
         input: Tensor,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        batches: Tensor | None,
-        training: bool,
-        momentum: float,
-        residual: Tensor | EllipsisType | None,
-        *links: Any,
+        residual: Tensor | None,
+        act: str | None,
+        link: Tensor | None = None,
+        linked: bool = False,
+        pooled: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         distributed = self.training and dist.is_available() and dist.is_initialized()
         if not distributed or dist.get_world_size(self.process_group) == 1:
-            return super()._batch_norm(input, running_mean, running_var, batches, training, momentum, residual, *links)
-        if precision.active() is not None:
+            return super()._batch_norm(input, residual, act, link, linked, pooled)
+        if emulation.active() is not None:
             raise RuntimeError("precision.arithmetic does not reach over several processes; leave it or the group")
-        kind = statistic_kind(self.p, self.k)
+        norm, weight, bias = self.norm, self.weight, self.bias
+        running, _ = self.running_stats(input)
         # Counts can be checked only once the whole batch is known; everything else about the input is checked here.
-        weight, bias, act = self.weight, self.bias, self.act
-        if residual is ...:
-            act = residual = None
-        check_batch_norm(input[:0], running_mean, running_var, weight, bias, True, self.eps, kind=kind, act=act)
+        check_batch_norm(input[:0], norm, weight, bias, running, True, act=act)
         if residual is not None:
             check_residual(residual, input)
-        rule = _Rule(kind, self.p, self.k, self.constant, self.eps, act == "relu", self.process_group)
-        output: Tensor
-        output, mean, s, count = _sync_normalize(input, weight, bias, residual, rule)
+        output, mean, s, count = _sync_normalize(
+            input, weight, bias, residual, _Reduction(norm, act == "relu", self.process_group)
+        )
         # A batch that is empty on every rank moves nothing, as in one process.
-        momentum_or_none = (count > 0).to(mean.dtype) * momentum
-        squared = None if kind == "mean" else s.square()
-        n = count.clamp(min=2)
-        update_running_statistics(running_mean, running_var, mean, squared, n, momentum_or_none, kind=kind)
-        _count(batches)
-        return (output if self.pool is None else max_pool(output)), None
+        weighted = running._replace(momentum=(count > 0).to(mean.dtype) * running.momentum)
+        weighted.update(norm, mean, None if norm.kind == "mean" else s.square(), count.clamp(min=2))
+        if running.num_batches is not None:
+            running.num_batches.add_(1)
+        return (max_pool(output) if pooled or self.pool is not None else output), None
 
 
 class SyncLpBatchNormAct(ThenAct, SyncLpBatchNorm):  # type: ignore[misc]
@@ -175,14 +168,10 @@ def _synchronized(module: nn.Module, process_group: Any) -> nn.Module:
 
 
 @dataclass(frozen=True)
-class _Rule:
-    """Which normalization, over which processes."""
+class _Reduction:
+    """Which normalization, over which processes, and the sums over them."""
 
-    kind: Kind
-    p: float | str
-    k: int | None
-    constant: str | float
-    eps: float
+    norm: Norm
     relu: bool
     group: Any
 
@@ -194,13 +183,13 @@ class _Rule:
 
     def count_on_host(self, count: Tensor) -> int | None:
         """n, where the constant depends on it or reading it is free; checked, on every rank alike."""
-        if self.kind not in ("linf", "topk", "range") and not count.is_cpu:
+        if self.norm.kind not in ("linf", "topk", "range") and not count.is_cpu:
             return None
         n = int(count)
         if n == 1:
             raise ValueError("Expected more than 1 value per channel when training, got 1 over all processes")
-        if self.k is not None and 0 < n < self.k:
-            raise ValueError(f"Top(k) needs k <= the {n} values per channel of all processes, got k={self.k}")
+        if self.norm.k is not None and 0 < n < self.norm.k:
+            raise ValueError(f"Top(k) needs k <= the {n} values per channel of all processes, got k={self.norm.k}")
         return n
 
     def statistic(self, x: Tensor, deviation: Tensor, count: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -210,30 +199,30 @@ class _Rule:
         many exceed it, (2, C); for range the largest and the smallest value, (2, C).
         """
         MAX = dist.ReduceOp.MAX
-        if self.kind == "range":
+        if self.norm.kind == "range":
             ends = x.new_full((2, x.shape[1]), -math.inf)
             if x.shape[0] > 0:
                 ends = torch.stack([x.amax(0), -x.amin(0)])
             high, low = self.reduce(ends, MAX)
             return high + low, torch.stack([high, -low])
         size = deviation.abs()
-        if self.kind == "l1":
+        if self.norm.kind == "l1":
             return self.reduce(size.sum(0)) / count, None
-        if self.kind == "l2":
+        if self.norm.kind == "l2":
             return (self.reduce(size.square().sum(0)) / count).sqrt(), None
-        if self.kind == "topk":
-            assert self.k is not None
-            top = self._top(size, self.k).mT.contiguous()
+        if self.norm.kind == "topk":
+            assert self.norm.k is not None
+            top = self._top(size, self.norm.k).mT.contiguous()
             gathered = [torch.empty_like(top) for _ in range(dist.get_world_size(self.group))]
             dist.all_gather(gathered, top, group=self.group)
-            top = torch.cat(gathered, 1).topk(self.k, 1).values
+            top = torch.cat(gathered, 1).topk(self.norm.k, 1).values
             return top.mean(1), torch.stack([top[:, -1], (top > top[:, -1:]).sum(1).to(top.dtype)])
         largest = self.reduce(self._top(size, 1)[0].clamp(min=0), MAX)
-        if self.kind == "linf":
+        if self.norm.kind == "linf":
             return largest, torch.stack([largest, torch.zeros_like(largest)])
-        assert not isinstance(self.p, str)
+        assert not isinstance(self.norm.p, str)
         unit = torch.where(largest == 0, 1.0, largest)  # relative to the largest, |x|^p cannot overflow
-        return (self.reduce((size / unit).pow(self.p).sum(0)) / count).pow(1 / self.p) * unit, None
+        return (self.reduce((size / unit).pow(self.norm.p).sum(0)) / count).pow(1 / self.norm.p) * unit, None
 
     @staticmethod
     def _top(size: Tensor, k: int) -> Tensor:
@@ -249,18 +238,18 @@ class _Rule:
         Elements that tie for an extreme share its gradient, over all ranks; for this each part of an extreme comes
         with the number of its elements.
         """
-        if self.kind == "l2":  # its slope is x̂ itself, whose mean is 0
+        if self.norm.kind == "l2":  # its slope is x̂ itself, whose mean is 0
             return [], []
         sign = deviation.sign()
-        if self.kind == "l1":
+        if self.norm.kind == "l1":
             return [sign], [sign.sum(0)]
-        if self.kind == "lp":
-            assert not isinstance(self.p, str)
+        if self.norm.kind == "lp":
+            assert not isinstance(self.norm.p, str)
             unit = torch.where(statistic == 0, 1.0, statistic)
-            part = (deviation.abs() / unit).pow(self.p - 1) * sign
+            part = (deviation.abs() / unit).pow(self.norm.p - 1) * sign
             return [part], [part.sum(0)]
         assert extremes is not None
-        if self.kind == "range":
+        if self.norm.kind == "range":
             ends = [(x == end).to(x.dtype) for end in extremes]
             return ends, [end.sum(0) for end in ends]
         size = deviation.abs()
@@ -272,12 +261,12 @@ class _Rule:
         self, parts: list[Tensor], sums: Tensor, extremes: Tensor | None, count: Tensor
     ) -> tuple[Tensor, Tensor]:
         """∂statistic/∂deviation on this rank, (n_local, C), and its mean over the whole batch, (C,)."""
-        if self.kind in ("l1", "lp"):
+        if self.norm.kind in ("l1", "lp"):
             return parts[0] / count, sums[0] / count.square()
-        if self.kind == "range":
+        if self.norm.kind == "range":
             return parts[0] / sums[0] - parts[1] / sums[1], torch.zeros_like(sums[0])
         assert extremes is not None
-        k = self.k or 1
+        k = self.norm.k or 1
         share = (k - extremes[1]) / sums[2]
         return (parts[0] + share * parts[1]) / k, (sums[0] + share * sums[1]) / (k * count)
 
@@ -287,19 +276,25 @@ class _SyncNormalize(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, rule: _Rule
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        reduction: _Reduction,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         x = _rows(input)
-        totals = rule.reduce(torch.cat([x.sum(0), x.new_full((1,), x.shape[0])]))
+        totals = reduction.reduce(torch.cat([x.sum(0), x.new_full((1,), x.shape[0])]))
         count, C = totals[-1], 1.0
-        n = rule.count_on_host(count)
+        n = reduction.count_on_host(count)
         mean = totals[:-1] / count.clamp(min=1)
         y = deviation = x - mean
         statistic, extremes, D = torch.zeros_like(mean), None, None
-        if rule.kind != "mean" and n != 0:
-            C = scale_constant(rule.p, 2 if n is None else n, rule.k, rule.constant)
-            statistic, extremes = rule.statistic(x, deviation, count.clamp(min=1))
-            D = ((C * statistic).square() + rule.eps).sqrt()
+        if reduction.norm.kind != "mean" and n != 0:
+            C = reduction.norm.scale_constant(2 if n is None else n)
+            statistic, extremes = reduction.statistic(x, deviation, count.clamp(min=1))
+            s = C * statistic
+            D = torch.hypot(s, s.new_full((), math.sqrt(reduction.norm.eps or 0.0)))
             y = deviation / D
         if weight is not None:
             y = y * weight
@@ -307,11 +302,11 @@ class _SyncNormalize(torch.autograd.Function):
             y = y + bias
         if residual is not None:
             y = y + _rows(residual)
-        if rule.relu:
+        if reduction.relu:
             y = y.relu()
         output = _like(y, input)
-        ctx.save_for_backward(input, weight, mean, statistic, D, extremes, count, output if rule.relu else None)
-        ctx.rule, ctx.C = rule, C
+        ctx.save_for_backward(input, weight, mean, statistic, D, extremes, count, output if reduction.relu else None)
+        ctx.reduction, ctx.C = reduction, C
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.residual_dtype = None if residual is None else residual.dtype
         s = C * statistic
@@ -322,7 +317,7 @@ class _SyncNormalize(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         """dx = (ĝ − mean ĝ − (s/D)·C·Σĝx̂·(e − mean e))/D, with ĝ = g·weight, e = ∂statistic/∂(x − μ)."""
-        rule: _Rule = ctx.rule
+        reduction: _Reduction = ctx.reduction
         input, weight, mean, statistic, D, extremes, count, output = ctx.saved_tensors
         if output is not None:
             grad = grad.masked_fill(output <= 0, 0.0)
@@ -333,13 +328,13 @@ class _SyncNormalize(torch.autograd.Function):
         dx = None
         if ctx.needs_input_grad[0]:
             # D is None without a scale: mean-only, or nothing on any rank.
-            parts, sums = ([], []) if D is None else rule.slope(x, deviation, statistic, extremes)
-            total = rule.reduce(torch.cat([own, *(t[None] for t in sums)]))
+            parts, sums = ([], []) if D is None else reduction.slope(x, deviation, statistic, extremes)
+            total = reduction.reduce(torch.cat([own, *(t[None] for t in sums)]))
             dx = g - total[0] / count
-            if D is not None and rule.kind == "l2":  # (s/D)·∂s/∂x is C²·x̂/n
+            if D is not None and reduction.norm.kind == "l2":  # (s/D)·∂s/∂x is C²·x̂/n
                 dx = (dx - x_hat * (ctx.C**2 * total[1] / count)) / D
             elif D is not None:
-                e, e_mean = rule.assemble(parts, total[2:], extremes, count)
+                e, e_mean = reduction.assemble(parts, total[2:], extremes, count)
                 dx = (dx - (e - e_mean) * (ctx.C**2 * statistic / D * total[1])) / D
             dx = _like(dx if weight is None else dx * weight, input)
         return (
@@ -365,7 +360,7 @@ def _like(rows: Tensor, input: Tensor) -> Tensor:
 # A compiled graph may not move collectives, whose order every rank must share.
 @_disable_dynamo
 def _sync_normalize(
-    input: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, rule: _Rule
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, reduction: _Reduction
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    result: tuple[Tensor, Tensor, Tensor, Tensor] = _SyncNormalize.apply(input, weight, bias, residual, rule)
+    result: tuple[Tensor, Tensor, Tensor, Tensor] = _SyncNormalize.apply(input, weight, bias, residual, reduction)
     return result

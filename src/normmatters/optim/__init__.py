@@ -1,7 +1,9 @@
 """Weight decay, learning rate and norm as one quantity: see it, set it, replace one by another (F1-F4)."""
 
-from normmatters.optim._rows import angular_update, channel_norms, effective_step_size
-from normmatters.optim.angular import Angular, AngularSGD
+from normmatters.optim.angular import Angular
+from normmatters.optim.angular_sgd import AngularSGD
+from normmatters.optim.channels import angular_update, channel_norms, effective_step_size
+from normmatters.optim.corrected_decay import CorrectedWeightDecay
 from normmatters.optim.correction import StepSizeCorrection
 from normmatters.optim.decay_groups import weight_decay_groups
 from normmatters.optim.equilibrium import (
@@ -30,6 +32,7 @@ from normmatters.optim.weight_decay_free_adamw import WeightDecayFreeAdamW
 __all__ = [
     "Angular",
     "AngularSGD",
+    "CorrectedWeightDecay",
     "Equilibrium",
     "Invariance",
     "NormRecorder",

@@ -1,211 +1,42 @@
-"""Fixed norms, and the angle a step set directly.
+"""Any optimizer with fixed norms and a fixed angle per step; see `angular_sgd` for the idea.
 
-Behind a normalization only directions matter, and in equilibrium SGD with weight decay turns each neuron by about
-θ = √(2ηλ/(1+μ)) a step, whatever its gradients (see `equilibrium`). Here that is no outcome but the setting: every
-neuron turns by exactly θ, away from its momentum, and keeps the norm it started with. No weight decay, no transient.
+The wrapped optimizer makes its step w → w + Δ without weight decay. Then every neuron is set to
 
-What a scheduler's change of the learning rate does follows from what the user gave:
-- a recipe (lr and weight decay): θ is recomputed from the new lr, so it goes as √lr, as the equilibrium's angle does.
-  (SGD itself needs the time constant of the equilibrium to get there: right after a drop its angle goes as lr.)
-- an angle: it is the step size, and the scheduler schedules it as such: lr ÷ 10 is angle ÷ 10.
+    w ← ρ(cos θ·ŵ + sin θ·Δ̂⊥),        Δ⊥ = Δ − ⟨Δ, ŵ⟩ŵ,        ρ its first norm.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
-from torch import Tensor
-from torch.optim import AdamW, Optimizer
-from torch.optim.optimizer import ParamsT
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
 
-from normmatters.functional.statistic import compute_dtype
-from normmatters.optim._common import (
+from normmatters.optim._base import (
     Group,
-    Members,
+    OptimizerWrapper,
     check_dense_gradients,
     check_number,
-    check_own_groups,
-    host_known,
+    evaluate,
     host_value,
-    loading,
-    loss_of,
-    members,
-    sgd_,
-    take_numbers,
+    normalize_numbers,
+    on_host,
 )
-from normmatters.optim._turning import check_angle, check_turnable, first_norms
-from normmatters.optim._wrapper import OptimizerWrapper
+from normmatters.optim.angular_sgd import AngularSGD, check_angle, check_turnable, first_norms, loaded_norms
+from normmatters.optim.channels import ChannelRotator
+from normmatters.optim.decay_groups import model_groups
 from normmatters.optim.equilibrium import filter_sums
-from normmatters.optim.multi_tensor import ChannelTurner, Momentum
-
-
-class AngularSGD(Optimizer):
-    r"""SGD with momentum that turns every neuron by exactly one angle a step and keeps every norm.
-
-    Args:
-        params: parameters, (name, parameter) pairs or groups. A group with ``angular=False`` gets ordinary SGD with
-            ``lr`` and ``weight_decay`` (without an angle the optimizer's, else its own lr and 0): biases, affine
-            parameters, the last layer.
-        lr, weight_decay: a usual SGD recipe; the angle is its equilibrium's, √(2ηλ/(1+μ)), at every step's lr.
-        momentum: momentum μ; the direction is away from the momentum buffer.
-        angle: the angle in radians, in place of ``lr`` and ``weight_decay``. It is then the group's ``lr``, so
-            schedulers act on the angle itself.
-        nesterov: Nesterov's direction ∇L + μb (and its equilibrium angle).
-        dim: dimension of the neurons, 0 for convolutions and linear layers, 1 for transposed convolutions, None for
-            the whole tensor; may be set for each group.
-        maximize: maximize the objective.
-        foreach: passed on to SGD for groups with ``angular=False``; the rest is always multi-tensor.
-        capturable: read nothing back from the device, so that the step can be captured into a CUDA graph.
-
-    Example:
-        >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(288, 10))
-        >>> convs, others = [net[0].weight], [p for p in net.parameters() if p is not net[0].weight]
-        >>> optimizer = AngularSGD(
-        ...     [{"params": convs}, {"params": others, "angular": False, "lr": 0.1}], angle=0.007)
-    """
-
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor | None = None,
-        momentum: float = 0.9,
-        weight_decay: float | None = None,
-        angle: float | Tensor | None = None,
-        nesterov: bool = False,
-        dim: int | None = 0,
-        *,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        capturable: bool = False,
-    ) -> None:
-        if (angle is None) == (lr is None):
-            raise ValueError(f"give either angle, or lr and weight_decay; got angle={angle}, lr={lr}")
-        if angle is not None and weight_decay is not None:
-            raise ValueError(f"angle takes the place of weight_decay; got angle={angle}, weight_decay={weight_decay}")
-        defaults = {
-            "lr": lr if angle is None else angle,
-            "momentum": momentum,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-            "dim": dim,
-            "maximize": maximize,
-            "foreach": foreach,
-            "capturable": capturable,
-            "angular": True,
-            # With it the group's lr is the angle itself.
-            "lr_is_angle": angle is not None,
-        }
-        self._turners: dict[Any, ChannelTurner] = {}  # of each group and kind of tensor; no state, never saved
-        super().__init__(params, defaults)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        check_own_groups(self, state)
-        super().__setstate__(state)
-        self._turners = {}
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        param_group = dict(param_group)
-        angle = param_group.pop("angle", None)
-        if angle is not None:
-            if "lr" in param_group or "weight_decay" in param_group:
-                raise ValueError("a group with angle takes no lr and no weight_decay: the angle replaces both")
-            param_group.update(lr=angle, weight_decay=None, lr_is_angle=True)
-        elif "lr" in param_group:
-            param_group["lr_is_angle"] = False
-        if not param_group.get("angular", True) and param_group.get("lr_is_angle", self.defaults["lr_is_angle"]):
-            raise ValueError("a group with angular=False is ordinary SGD and needs an lr of its own, not an angle")
-        super().add_param_group(param_group)
-        index, group = len(self.param_groups) - 1, self.param_groups[-1]
-        take_numbers(group)
-        try:
-            self._check_numbers(group)
-            if group["nesterov"] and group["momentum"] == 0:
-                raise ValueError("nesterov=True needs momentum > 0, got momentum 0")
-            if group["angular"]:
-                if not group["lr_is_angle"] and not group["weight_decay"]:
-                    raise ValueError(
-                        f"group {index}: the angle √(2·lr·weight_decay/(1+momentum)) needs weight_decay > 0, got "
-                        f"{group['weight_decay']}. Give the weight decay of your usual recipe, or an angle"
-                    )
-                check_turnable(index, group)
-                check_angle(self._angle(group))
-        except (TypeError, ValueError):
-            self.param_groups.pop()
-            raise
-
-    def _check_numbers(self, group: Group) -> None:
-        """Raise if they are unusable. Reads no device."""
-        check_number("momentum", group["momentum"], below=1.0)
-        check_number("angle" if group["lr_is_angle"] else "lr", group["lr"])
-        if group["weight_decay"] is not None:
-            check_number("weight_decay", group["weight_decay"])
-
-    def _angle(self, group: Group) -> float | Tensor:
-        lr = group["lr"] if group["capturable"] else host_value(group["lr"])
-        if group["lr_is_angle"]:
-            return lr  # type: ignore[no-any-return]
-        check_number("weight_decay", group["weight_decay"])
-        s, q = filter_sums(group["momentum"], group["nesterov"])
-        return (2 * group["weight_decay"] * q / s * lr) ** 0.5  # type: ignore[no-any-return]
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Take one step. ``closure``, if given, reevaluates the model and returns the loss, which is returned."""
-        loss = loss_of(closure)
-        # Everything that can be refused is refused first, before a parameter changes.
-        found = [members(self, index) for index in range(len(self.param_groups))]
-        new: dict[Tensor, Tensor] = {}
-        for index, group in enumerate(self.param_groups):
-            take_numbers(group)
-            self._check_numbers(group)
-            if group["angular"]:
-                check_angle(self._angle(group))
-                if not all("norm" in state for state in found[index].states):
-                    new |= first_norms(index, group, {p for p in group["params"] if "norm" in self.state[p]})
-        for p, norm in new.items():
-            self.state[p]["norm"] = norm
-        for index, group in enumerate(self.param_groups):
-            if not group["angular"]:
-                lr = group["lr"] if group["capturable"] else host_value(group["lr"])
-                sgd_(group, found[index], lr, group["weight_decay"] or 0.0)
-            elif found[index].params:
-                for part in found[index].by_kind():
-                    self._turn(index, group, part)
-        return loss
-
-    def _turn(self, index: int, group: Group, found: Members) -> None:
-        params, grads, states = found
-        sign, angle = -1.0 if group["maximize"] else 1.0, self._angle(group)
-        norms = [state["norm"] for state in states]
-        turn = self._turners.setdefault((index, type(params[0])), ChannelTurner())
-        if group["momentum"] == 0:
-            turn(params, grads, grads, norms, sign * angle, group["dim"])
-            return
-        momentum = Momentum(group["momentum"], sign, group["nesterov"])
-        turn(params, found.momentum_buffers(), grads, norms, angle, group["dim"], momentum)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in ``torch.optim``; norms keep float32 beside parameters of half precision."""
-        with loading(self, self._load_norms):
-            super().load_state_dict(state_dict)
-
-    def _load_norms(self, state_dict: dict[str, Any]) -> None:
-        for group, saved in zip(self.param_groups, state_dict["param_groups"]):
-            for p, key in zip(group["params"], saved["params"]):
-                norm = state_dict["state"].get(key, {}).get("norm")
-                if isinstance(norm, Tensor):  # distributed checkpoints put {} where a parameter never stepped
-                    self.state[p]["norm"] = _norms_of(p, norm)
 
 
 class Angular(OptimizerWrapper):
-    r"""Any optimizer, turned into one that keeps every norm and turns every neuron by exactly one angle a step.
+    r"""Any optimizer, made one that keeps every norm and turns every neuron by exactly one angle per step.
 
-    The wrapped optimizer proposes an update; the part of it orthogonal to each neuron gives the direction to turn to.
-    Its weight decay only sets the angle and is not applied to angular groups. ``param_groups``, ``state`` and
-    ``state_dict`` are those of the wrapped optimizer, plus one norm a neuron.
+    The wrapped optimizer proposes an update; each neuron turns towards the part of it that is orthogonal to the neuron.
+    Weight decay only sets the angle and is not applied to angular groups. ``param_groups``, ``state`` and
+    ``state_dict`` are those of the wrapped optimizer, plus one norm per neuron.
 
     Args:
         optimizer: the optimizer to wrap; call ``step`` and ``zero_grad`` on the wrapper from here on. Its groups may
@@ -224,7 +55,7 @@ class Angular(OptimizerWrapper):
         super().__init__(optimizer)
         if isinstance(optimizer, AngularSGD | Angular):
             raise TypeError(f"{type(optimizer).__name__} sets its angle already")
-        self._turners: dict[int, ChannelTurner] = {}
+        self._rotators: dict[int, ChannelRotator] = {}
         self._norms: dict[Tensor, Tensor] = {}
         self._own_defaults = {"angle": angle, "dim": dim, "angular": True}
         # All groups are checked before the first is changed.
@@ -232,17 +63,43 @@ class Angular(OptimizerWrapper):
         for shared, group in zip(optimizer.param_groups, groups):
             shared.update(group)
 
+    @classmethod
+    def from_model(
+        cls,
+        model: nn.Module,
+        example_input: Any,
+        kind: Callable[..., Optimizer] = AdamW,
+        *,
+        angle: float | None = None,
+        decay_vectors: bool = True,
+        **options: Any,
+    ) -> Self:
+        """The optimizer for a whole model: angular for its scale-invariant weights, found by a test.
+
+        Args:
+            model, example_input: as for :func:`scale_invariant_parameters`, which finds ``dim`` too.
+            kind: class of the optimizer to wrap, which also serves the other parameters.
+            angle: as above.
+            decay_vectors: whether biases and affine parameters decay, as they do in ``kind(model.parameters(), …)``.
+            options: of ``kind``: lr, weight_decay, …
+
+        >>> model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        >>> optimizer = Angular.from_model(model, torch.randn(8, 3), lr=1e-3, weight_decay=0.05)
+        """
+        groups = model_groups(model, example_input, decay_vectors, {}, {"angular": False}, by_dim=True)
+        return cls(kind(groups, **options), angle)
+
     def _with_defaults(self, index: int, group: Group) -> Group:
         """The group with what Angular needs in it; raises if it cannot be turned."""
         for name, value in self._own_defaults.items():
             group.setdefault(name, value)
-        take_numbers(group)
+        normalize_numbers(group)
         if not group["angular"]:
             return group
         lr = group["lr"]
         if group["angle"] is not None:
             check_number("angle", group["angle"], below=math.pi / 2)
-            if host_known(lr) and host_value(lr) == 0:
+            if on_host(lr) and host_value(lr) == 0:
                 raise ValueError(f"group {index}: the angle is the one at the present lr, which must not be 0")
             group.setdefault("angle_lr", host_value(lr))
         elif not group.get("weight_decay"):
@@ -284,26 +141,19 @@ class Angular(OptimizerWrapper):
                     f"group {i} has lost its angular, dim and angle: it was loaded into, or added to, the wrapped "
                     "optimizer. Do so before it is wrapped, or by the wrapper"
                 )
-        loss = loss_of(closure)
+        loss = evaluate(closure)
         angular = [(i, group) for i, group in enumerate(self.param_groups) if group["angular"]]
         params: dict[int, list[Tensor]] = {}
         new: dict[Tensor, Tensor] = {}
         for i, group in angular:
-            take_numbers(group)
+            normalize_numbers(group)
             check_dense_gradients(i, group)
             check_angle(self._angle(group))
             new |= first_norms(i, group, self._norms)
             params[i] = [p for p in group["params"] if p.grad is not None]
         self._norms |= new
-        # Multi-tensor operations do not take shards (DTensors) beside whole tensors, nor copy them.
-        sharded = {i: any(hasattr(p, "full_tensor") for p in params[i]) for i, _ in angular}
-        # By 1: a copy of all in few launches.
-        before = {
-            i: [p.clone() for p in params[i]] if sharded[i] else list(torch._foreach_mul(params[i], 1))
-            for i, _ in angular
-            if params[i]
-        }
-        # PyTorch's Nesterov adds into the gradients, and whether a neuron had one is asked after the step.
+        before = {i: _copies(params[i]) for i, _ in angular if params[i]}
+        # PyTorch's Nesterov adds into the gradients, which are looked at after the step: a neuron may have none.
         grads: dict[int, list[Tensor]] = {}
         for i, group in angular:
             grads[i] = [p.grad for p in params[i] if p.grad is not None]
@@ -322,19 +172,11 @@ class Angular(OptimizerWrapper):
         for i, group in angular:
             if not params[i]:
                 continue
-            # The parameters become the update, the copies turn towards it, and come back: no third buffer.
-            if sharded[i]:
-                for p, old in zip(params[i], before[i]):
-                    p.sub_(old)
-            else:
-                torch._foreach_sub_(params[i], before[i])
-            norms, turn = [self._norms[p] for p in params[i]], self._turners.setdefault(i, ChannelTurner())
-            turn(before[i], params[i], grads[i], norms, -self._angle(group), group["dim"])
-            if sharded[i]:
-                for p, turned in zip(params[i], before[i]):
-                    p.copy_(turned)
-            else:
-                torch._foreach_copy_(params[i], before[i])
+            # The parameters become the update Δ, the copies turn towards it and are copied back: no third buffer.
+            _for_all(torch._foreach_sub_, Tensor.sub_, params[i], before[i])
+            norms, rotate = [self._norms[p] for p in params[i]], self._rotators.setdefault(i, ChannelRotator())
+            rotate(before[i], params[i], grads[i], norms, -self._angle(group), group["dim"])
+            _for_all(torch._foreach_copy_, Tensor.copy_, params[i], before[i])
         return loss
 
     def _parameters(self) -> list[Tensor]:
@@ -345,12 +187,7 @@ class Angular(OptimizerWrapper):
 
     def _load_own_state(self, state: dict[str, Any]) -> None:
         params = self._parameters()
-        self._norms = {params[i]: _norms_of(params[i], norm) for i, norm in state["norms"].items()}
-
-
-def _norms_of(p: Tensor, saved: Tensor) -> Tensor:
-    """Loaded norms where ``p`` is, in the dtype that they are measured in."""
-    return saved.detach().to(p.device, compute_dtype(p.dtype), copy=True)
+        self._norms = {params[i]: loaded_norms(params[i], norm) for i, norm in state["norms"].items()}
 
 
 def _turning_rate(optimizer: Optimizer, group: Group) -> float | None:
@@ -358,7 +195,25 @@ def _turning_rate(optimizer: Optimizer, group: Group) -> float | None:
     if isinstance(optimizer, AdamW):
         beta1 = host_value(group["betas"][0])
         return (1 - beta1) / (1 + beta1)
-    if isinstance(optimizer, torch.optim.SGD) and group["dampening"] == 0:
+    if isinstance(optimizer, SGD) and group["dampening"] == 0:
         s, q = filter_sums(group["momentum"], group["nesterov"])
         return q / s
     return None
+
+
+def _sharded(tensors: list[Tensor]) -> bool:
+    """Whether there are shards (DTensors): multi-tensor operations do not take them beside whole tensors."""
+    return any(hasattr(p, "full_tensor") for p in tensors)
+
+
+def _copies(tensors: list[Tensor]) -> list[Tensor]:
+    return [p.clone() for p in tensors] if _sharded(tensors) else list(torch._foreach_mul(tensors, 1))  # few launches
+
+
+def _for_all(together: Callable[..., Any], one: Callable[..., Any], xs: list[Tensor], ys: list[Tensor]) -> None:
+    """x.one(y) for all x and y, in one multi-tensor operation where it can be."""
+    if not _sharded(xs):
+        together(xs, ys)
+        return
+    for x, y in zip(xs, ys):
+        one(x, y)

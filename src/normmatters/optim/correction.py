@@ -1,19 +1,19 @@
 r"""Eq. 5: train without weight decay and take the effective steps of a run with it (F3).
 
-Behind a normalization a step of plain SGD depends on the weight's length only through η/‖w‖² (F2). Let w be the
-weights of a reference run with weight decay λ and v those of a run without. From w_{t+1} = (1−ηλ)w_t − η∇L(w_t), whose
-direction is that of w_t − η/(1−ηλ)·∇L(w_t), and ∇L(v) = ∇L(w)·‖w‖/‖v‖ for equal directions, the run without decay has
-the same directions for ever if it uses
+A step of plain SGD on a weight followed by a normalization depends on its length only through η/‖w‖² (F2). Let w be the
+weights of a reference run with weight decay λ, and v those of a run without. The reference has
+w_{t+1} = (1−ηλ)w_t − η∇L(w_t), which has the direction of w_t − η/(1−ηλ)·∇L(w_t). For equal directions
+∇L(v) = ∇L(w)·‖w‖/‖v‖. So the run without decay keeps the same directions if, per channel, it uses
 
     η̂_t = η_t · ‖v_t‖² / ‖w_t‖² · 1/(1−η_tλ)          (exact form: norms of every step)
     η̂_t = η_t · ‖v_t‖² / ‖w_e‖²                        (Eq. 5, paper form: norms at the end of the running epoch e)
 
-per channel. Where v has grown far above w, an update that is yet to be multiplied by R² = ‖v‖²/‖w‖² is lost in the
-rounding of v; and a momentum buffer would multiply gradients from before v grew by the factor of after. So the
-optimizer works at the reference's norms: it gets the weights v/R, which have these, and the gradients R·∇L(v), which
-the reference sees; then the weights are multiplied by R again. That is Eq. 5 for plain SGD, and what it means for any
-other optimizer: Adam's step does not depend on the gradient's length, and gets R where SGD gets R². The exact form is
-exact for plain SGD; with momentum both are approximations, because the decay term enters the buffer there.
+Where v has grown far above w, an update that is yet to be multiplied by R² = ‖v‖²/‖w‖² is lost in the rounding of v.
+And a momentum buffer would multiply old gradients, from before v grew, by today's factor. So the optimizer works at the
+reference's norms: it gets the weights v/R and the gradients R·∇L(v), which are the reference's; then the weights are
+multiplied by R again. For plain SGD this is Eq. 5. It carries Eq. 5 over to any optimizer: Adam's step does not depend
+on the gradient's length and gets R where SGD gets R². The exact form is exact for plain SGD. With momentum both forms
+are approximations, because the reference's decay term enters its buffer.
 """
 
 from __future__ import annotations
@@ -27,22 +27,19 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from normmatters.optim._common import is_capturing, loss_of
-from normmatters.optim._exponents import exponents
-from normmatters.optim._rows import Channels, Named, TestedChannels
-from normmatters.optim._wrapper import OptimizerWrapper
-from normmatters.optim.multi_tensor import ChannelMeter, ChannelScaler
+from normmatters.optim._base import OptimizerWrapper, evaluate, exponents, is_capturing
+from normmatters.optim.channels import ChannelMeter, Channels, ChannelScaler, Named, TestedChannels
 from normmatters.optim.recording import Form, Recording
 
 __all__ = ["StepSizeCorrection"]
 
 # |cos(w, ∇L)| of a whole weight above which it is refused as not scale invariant; batch norm's eps stays far below.
 _NOT_INVARIANT = 0.02
-# ‖v‖/‖w‖ that no channel exceeds by much: its direction alone matters, and batch norm squares what comes of it. Decay's
-# own share of the ratio stays far below. But a channel that died in the reference, and has hardly a norm there, may be
-# alive in this run: then it turns by more than a right angle a step, and grows as much. It is held there rather than
-# brought back, as running statistics would take a while to follow.
-_FAR = 2.0**16
+# Above this ‖v‖/‖w‖ a channel stops growing. Only its direction matters, and batch norm squares what it computes, which
+# might overflow. Weight decay alone stays far below. But a channel that died in the reference, with hardly a norm
+# there, may be alive in this run: it then turns by more than a right angle per step, and grows as much. It is held at
+# this ratio, not brought back, because running statistics would take a while to follow.
+LARGEST_RATIO = 2.0**16
 
 _PLACE = attrgetter("device", "dtype")
 
@@ -50,12 +47,12 @@ _PLACE = attrgetter("device", "dtype")
 class StepSizeCorrection(OptimizerWrapper):
     """Correct every channel's learning rate so that its effective step is that of a recorded run (Eq. 5, F3).
 
-    Wraps any torch optimizer: it takes its step on the weights brought to the reference's norms, with the gradients
-    that they would have there. Weights and gradients then go back to their own scale. Is an `Optimizer` itself: hand it
-    to LR schedulers, `GradScaler` and hooks in place of the wrapped one. Keeps one copy of the corrected weights' size.
+    Wraps any torch optimizer, which takes its step on the weights brought to the reference's norms, with the gradients
+    that they would have there. Weights and gradients then go back to their own scale. It is an `Optimizer` itself: give
+    it to LR schedulers, `GradScaler` and hooks in place of the wrapped one. Needs the memory of one more gradient.
 
     Args:
-        optimizer: the optimizer, with no weight decay on the corrected weights; one that steps without a closure.
+        optimizer: the optimizer, without weight decay on the corrected weights; it must step without a closure.
         recording: the reference run's norms; its step t is this run's step t.
         parameters: the result of `scale_invariant_parameters`, a mapping or (name, tensor) pairs of the weights to
             correct; or the model, when the recording is of tested weights. `None` asks the optimizer for the names.
@@ -111,7 +108,7 @@ class StepSizeCorrection(OptimizerWrapper):
         known = exponents(optimizer)
         self._power = 1.0 if known is None else known[0] - 1
         self._channels, self._groups = channels, sorted(set(channels.groups(optimizer)))
-        # Everything that a step reads lives on the device, the step number too: a CUDA graph can capture the step.
+        # Everything that a step reads is on the device, the step number too, so that a CUDA graph can capture the step.
         self._table = table.to(channels.device, channels.dtype)
         self._growth = growth.to(channels.device, channels.dtype)
         self._rows = rows.to(channels.device)
@@ -121,7 +118,7 @@ class StepSizeCorrection(OptimizerWrapper):
         self._learning_rate = channels.new_row()
         self._factor = channels.new_row()
         self._scaler = ChannelScaler(channels, self._factor)
-        # At fixed places, so that one launch scales them all.
+        # At fixed places, so that one planned launch scales them all.
         self._grads = [torch.zeros_like(w) for w in channels.weights]
         scaled = Channels(dict(zip(channels.names, self._grads)), dict(zip(channels.names, channels.dims)))
         self._grad_scaler = ChannelScaler(scaled, self._meter.row)
@@ -132,7 +129,7 @@ class StepSizeCorrection(OptimizerWrapper):
     def ratio(self) -> dict[str, Tensor]:
         """Name → `[channels]`, the factor that the last step's learning rate was multiplied by.
 
-        R² = ‖v‖²/‖w‖², and R for the Adam family; of an optimizer whose steps are not known, SGD's.
+        R² = ‖v‖²/‖w‖² for SGD and optimizers that are not known here, R for the Adam family.
         """
         return {n: r.clone() for n, r in self._channels.split(self._learning_rate).items()}
 
@@ -140,36 +137,36 @@ class StepSizeCorrection(OptimizerWrapper):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of the wrapped optimizer, its updates corrected.
 
-        Under a CUDA graph the length of the recording cannot be checked: steps beyond its end use its last row.
+        In a CUDA graph the length of the recording cannot be checked: steps beyond its end use its last row.
         """
         if self._taken >= len(self._rows) and not is_capturing():
             raise ValueError(f"the recording holds {len(self._rows)} steps, all of them were taken")
         self._channels.check_norms_stay_free(self.optimizer, self._groups)
-        loss = loss_of(closure)
+        loss = evaluate(closure)
         if not self._checked and not is_capturing():
             self._check_invariance()
         row = self._rows[self._step.clamp(max=len(self._rows) - 1)]
         ratio = self._meter.read_().mul_(self._table[row].squeeze(0))
-        ratio.clamp_(min=torch.finfo(ratio.dtype).tiny)  # a channel that was pruned since stays 0, and is not 0 · 1/0
+        ratio.clamp_(min=torch.finfo(ratio.dtype).tiny)  # a pruned channel stays 0 instead of 0 · 1/0
         growth = self._growth[row].squeeze(0)
         torch.mul(ratio, growth, out=self._factor).reciprocal_()
-        plain = self._scale_gradients()  # first: what it refuses leaves the weights as they are
+        own_grads = self._scale_gradients()  # first, because it may refuse, and weights must not have changed then
         self._scale_weights()
         try:
             self.optimizer.step()
         finally:
-            for weight, grad in plain:
+            for weight, grad in own_grads:
                 weight.grad = grad
             torch.mul(ratio, growth, out=self._factor)
             torch.mul(ratio.pow(self._power), self._factor, out=self._learning_rate)
-            self._factor.mul_((ratio / _FAR).log2_().floor_().clamp_(min=0).neg_().exp2_())
+            self._factor.mul_((ratio / LARGEST_RATIO).log2_().floor_().clamp_(min=0).neg_().exp2_())
             self._scale_weights()
         self._step.add_(1)
         self._taken += 1
         return loss
 
     def _scale_weights(self) -> None:
-        """By the factors; what has no gradient takes no step, and stays to the bit."""
+        """Multiply by the factors; weights without a gradient take no step and stay equal to the bit."""
         idle = [weight.grad is None for weight in self._channels.weights]
         if any(idle):
             for part in itertools.compress(self._factor.split(self._channels.sizes), idle):
@@ -177,33 +174,32 @@ class StepSizeCorrection(OptimizerWrapper):
         self._scaler.scale_()
 
     def _scale_gradients(self) -> list[tuple[Tensor, Tensor]]:
-        """Give the optimizer R times the gradients; returns the weights with their own."""
+        """Give the optimizer R times the gradients; returns the weights with their own gradients."""
         like = [w if w.grad is None else w.grad for w in self._channels.weights]
         for name, grad in zip(self._channels.names, like):
             if grad.layout != torch.strided:
                 raise ValueError(f"{name!r} has a {grad.layout} gradient: only dense ones can be scaled by channel")
-        if [*map(_PLACE, self._grads)] != [*map(_PLACE, like)]:  # the model was cast or moved, or has its grad_dtype
+        if [*map(_PLACE, self._grads)] != [*map(_PLACE, like)]:  # the model was cast or moved
             for own, w, grad in zip(self._grads, self._channels.weights, like):
                 own.data = torch.zeros_like(w, dtype=grad.dtype)
-        found = [(w, w.grad, scaled) for w, scaled in zip(self._channels.weights, self._grads) if w.grad is not None]
-        if found:
-            weights, plain, scaled = zip(*found)
-            torch._foreach_copy_(scaled, plain)
+        triples = [(w, w.grad, scaled) for w, scaled in zip(self._channels.weights, self._grads) if w.grad is not None]
+        if triples:
+            torch._foreach_copy_([scaled for _, _, scaled in triples], [grad for _, grad, _ in triples])
             self._grad_scaler.scale_()
-            for weight, grad in zip(weights, scaled):
-                weight.grad = grad
-        return [(weight, grad) for weight, grad, _ in found]
+            for weight, _, scaled in triples:
+                weight.grad = scaled
+        return [(weight, grad) for weight, grad, _ in triples]
 
     def _check_invariance(self) -> None:
-        """⟨w, ∇L⟩ = 0 (F1), once, where gradients are there before the step; the only host sync."""
+        """⟨w, ∇L⟩ = 0 (F1), looked at once, in the first step with gradients; the only host sync."""
         for name, w in zip(self._channels.names, self._channels.weights):
             if w.grad is None:
                 continue
             cosine = torch.cosine_similarity(w.detach().flatten().double(), w.grad.flatten().double(), dim=0).item()
             if abs(cosine) > _NOT_INVARIANT:
                 raise ValueError(
-                    f"{name!r} is not scale invariant: cos(w, grad) is {cosine:.2g}, not 0. Eq. 5 holds only behind a "
-                    "normalization; ask scale_invariant_parameters which weights are, or pass its result"
+                    f"{name!r} is not scale invariant: cos(w, grad) is {cosine:.2g}, not 0. Eq. 5 holds only for "
+                    "weights followed by a normalization: pass the result of scale_invariant_parameters"
                 )
         self._checked = any(w.grad is not None for w in self._channels.weights)
 

@@ -1,7 +1,8 @@
-r"""Where weight decay and learning rate bring the norm of a scale-invariant weight, and how far it turns a step there.
+r"""The norm that learning rate and weight decay bring a scale-invariant weight to, and how far it turns per step there.
 
-Gradients are orthogonal to w, so each step makes the norm grow; weight decay makes it shrink; they meet. With the
-update η Σ_i c_i g_{t−i} of an optimizer, S = Σ c_i, Q = Σ c_i², uncorrelated gradients, and g̃ the gradient at norm one:
+Gradients are orthogonal to w, so each step makes the norm grow. Weight decay makes it shrink, and they come to a
+balance. Let the update be η Σ_i c_i g_{t−i}, S = Σ c_i, Q = Σ c_i², gradients uncorrelated, and g̃ the gradient at norm
+one:
 
     SGD      decay passes the same filter:   2ηSλ‖w‖² = η²S²‖g‖², ‖g‖ = ‖g̃‖/‖w‖   ⇒  ‖w‖⁴ = ηS‖g̃‖²/(2λ),  θ² = 2ηλQ/S
     AdamW    decay does not:                 2ηλ‖w‖² = η²S²d, |Δ_i| ≈ 1            ⇒  ‖w‖² = ηd/(2λ),         θ² = 2ηλQ
@@ -9,8 +10,8 @@ update η Σ_i c_i g_{t−i} of an optimizer, S = Σ c_i, Q = Σ c_i², uncorrel
 Heavy ball has S = 1/(1−μ), Q = 1/(1−μ²): ‖w‖⁴ = η‖g̃‖²/(2λ(1−μ)) and θ = √(2ηλ/(1+μ)). Nesterov has the same S and
 Q = (1+μ)² + μ⁴/(1−μ²). Adam's first moment has S = 1, Q = (1−β₁)/(1+β₁), and d is the number of weights.
 
-On the way, q = ‖w‖⁴ obeys the linear q' = −4ηSλ(q − q_∞), so it arrives within 1/(4ηSλ) steps; a norm far above its
-equilibrium first falls as e^{−ηSλt}. AdamW: ‖w‖² arrives within 1/(2ηλ). An old direction is forgotten as e^{−ηSλt}.
+On the way there, q = ‖w‖⁴ obeys q' = −4ηSλ(q − q_∞), so its time constant is 1/(4ηSλ) steps; a norm far above its
+equilibrium first falls as e^{−ηSλt}. For AdamW, ‖w‖² has 1/(2ηλ). An old direction is forgotten as e^{−ηSλt}.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normmatters.optim._common import check_number
-from normmatters.optim._rows import channel_norms, check_pairs
+from normmatters.optim._base import check_number
+from normmatters.optim.channels import channel_norms, check_pairs
 
 
 def filter_sums(momentum: float, nesterov: bool = False) -> tuple[float, float]:
-    """(S, Q): the sum, and the sum of squares, of the weights with which SGD's steps see one gradient.
+    """(S, Q): the sum, and the sum of squares, of one gradient's coefficients in all later steps of SGD.
 
     >>> filter_sums(0.5)
     (2.0, 1.3333333333333333)
@@ -39,7 +40,7 @@ def filter_sums(momentum: float, nesterov: bool = False) -> tuple[float, float]:
 
 
 def equilibrium_angle(lr: float, weight_decay: float, momentum: float = 0.0, *, nesterov: bool = False) -> float:
-    """Angle a step (radians, root mean square) of SGD in equilibrium: √(2ηλ/(1+μ)).
+    """Angle per step (radians, root mean square) of SGD in equilibrium: √(2ηλ/(1+μ)).
 
     >>> round(equilibrium_angle(0.1, 5e-4, 0.9), 6)
     0.007255
@@ -72,7 +73,7 @@ def equilibrium_norm(
 
 
 def adamw_equilibrium_angle(lr: float, weight_decay: float, beta1: float = 0.9) -> float:
-    """Angle a step (radians, root mean square) of AdamW in equilibrium: √(2ηλ(1−β₁)/(1+β₁)).
+    """Angle per step (radians, root mean square) of AdamW in equilibrium: √(2ηλ(1−β₁)/(1+β₁)).
 
     >>> round(adamw_equilibrium_angle(1e-3, 0.1, 0.9), 6)
     0.003244
@@ -112,9 +113,9 @@ def steps_to_equilibrium(lr: float, weight_decay: float, momentum: float = 0.0) 
 def norm_trajectory(
     lrs: Iterable[float], weight_decay: float, momentum: float, unit_gradient: float, norm: float
 ) -> tuple[list[float], list[float]]:
-    """Norms and angles of an SGD run with these learning rates, one a step, from ``norm``, at a constant ‖g̃‖.
+    """Norms and angles of an SGD run with these learning rates, one per step, from ``norm``, at a constant ‖g̃‖.
 
-    Right after the learning rate falls the angle falls with it, and then climbs back towards √lr as the norm shrinks.
+    When the learning rate falls, the angle falls with it, and then climbs back towards √lr as the norm shrinks.
 
     Returns:
         (norm before each step, angle of each step): two lists as long as ``lrs``.
@@ -132,11 +133,11 @@ def norm_trajectory(
     norms, angles, fourth = [], [], norm**4
     for lr in lrs:
         check_number("lr", lr)
-        lr = float(lr)  # a float32 of NumPy would make float32 of all that follows
+        lr = float(lr)  # a NumPy float32 would make everything after it float32
         norms.append(fourth**0.25)
         angles.append(lr * math.sqrt(q / fourth) * unit_gradient)
         rate = 4 * lr * s * weight_decay
-        # q' = −4ηSλq + 2η²S²g̃², solved over one step; the second factor is (1 − e^{−rate})/rate, which is 1 at rate 0.
+        # q' = −4ηSλq + 2η²S²g̃², solved over one step; the last factor is (1 − e^{−rate})/rate, which is 1 at rate 0.
         grown = 2 * (lr * s * unit_gradient) ** 2
         fourth = fourth * math.exp(-rate) + grown * (-math.expm1(-rate) / rate if rate > 0 else 1.0)
     return norms, angles
@@ -149,8 +150,8 @@ class Equilibrium:
     Attributes:
         norm: norm of every channel now, `[channels]`.
         unit_gradient: ‖g̃‖ of every channel, root mean square over the batches, `[channels]`.
-        equilibrium_norm: the norm it goes to, `[channels]`; 0 where no gradient came.
-        angle: angle a step there, radians.
+        equilibrium_norm: the norm it goes to, `[channels]`; 0 for a channel without gradient.
+        angle: angle per step there, radians.
         steps: time constant of the way there, in steps.
 
     >>> weight = torch.eye(2).requires_grad_()
@@ -180,14 +181,14 @@ def predict_equilibrium(
     """Predict equilibrium norms and angles of scale-invariant weights from the gradients of one or more batches.
 
     Args:
-        parameters: names and weights (``model.named_parameters()`` or a dict), those that a normalization follows.
+        parameters: names and weights (``model.named_parameters()`` or a dict) that are followed by a normalization.
         lr, weight_decay, momentum, nesterov: the recipe.
-        gradients: one dict from name to gradient for each batch, all at the present weights; None takes ``.grad``.
+        gradients: one dict from name to gradient per batch, all at the present weights; None takes ``.grad``.
         dim: channel dimension; None treats each weight as one channel.
 
     Returns:
-        An `Equilibrium` by name. It holds for gradients as large as the given ones: give batches from the phase of
-        training that you ask about.
+        Name → `Equilibrium`. It holds for gradients as large as the given ones: give batches from the phase of training
+        that you ask about.
 
     >>> weight = torch.eye(2).requires_grad_()
     >>> weight.grad = torch.tensor([[0.0, 3.0], [1.0, 0.0]])
@@ -203,7 +204,7 @@ def predict_equilibrium(
         raise ValueError("gradients must hold at least one batch, got none")
     if not all(isinstance(batch, Mapping) for batch in batches):
         raise TypeError(f"gradients must be a list of dicts, one for each batch, got {type(gradients).__name__}")
-    found: dict[str, Equilibrium] = {}
+    result: dict[str, Equilibrium] = {}
     for name, weight in named.items():
         squares = []
         for batch in batches:
@@ -215,11 +216,11 @@ def predict_equilibrium(
             squares.append(channel_norms(batch[name].detach(), dim).square())
         norm = channel_norms(weight.detach(), dim)
         unit_gradient = norm * torch.stack(squares).mean(0).sqrt()
-        found[name] = Equilibrium(
+        result[name] = Equilibrium(
             norm,
             unit_gradient,
             equilibrium_norm(unit_gradient, lr, weight_decay, momentum, nesterov=nesterov),
             equilibrium_angle(lr, weight_decay, momentum, nesterov=nesterov),
             steps_to_equilibrium(lr, weight_decay, momentum),
         )
-    return found
+    return result

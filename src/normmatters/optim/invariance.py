@@ -1,15 +1,15 @@
-"""Which weights does a normalization make scale invariant? Found by trying, not by reading names.
+"""Which weights does a normalization make scale invariant? A test on a copy of the model, not a guess from names.
 
-A weight w behind a normalization gives the same output at any length (F1): f(a·w) = f(w) for a > 0, and so by Euler's
-theorem ⟨w, ∇L(w)⟩ = 0 for every loss L. Both are tested, channel by channel, on a float64 copy of the model:
+With a weight w followed by a normalization the output is the same for any length of w (F1): f(a·w) = f(w) for a > 0.
+So, by Euler's theorem, ⟨w, ∇L(w)⟩ = 0 for every loss L. Both are tested, channel by channel, on a float64 copy:
 
 1. *Gradient*: a few random linear losses of the output, one backward pass each for all weights together.
 2. *Rescaling*: channels that pass are multiplied by random powers of two (exact in floating point), all of the model in
-   one forward pass, and the outputs compared. Where they differ, bisection finds the weights and channels to blame.
+   one forward pass, and the outputs compared. Where they differ, bisection finds the weights and channels that did it.
 
-What is asked is a property of the architecture, so two accidents of the present state are taken out of the copy: the
-eps of normalization modules, which breaks F1 slightly, becomes machine epsilon, and tensors that are all zero (fresh
-biases, zero-initialised residual branches) get random values.
+The result is to be a property of the architecture, so the copy differs from the model in two ways: the eps of
+normalization modules, which breaks F1 slightly, becomes machine epsilon, and tensors that are all zero (fresh biases,
+zero-initialised residual branches) get random values.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from normmatters import precision
-from normmatters.optim._probe import Probe, Rescaling, gpus, named_parameters, unwrap
-from normmatters.optim._rows import plain_name
+from normmatters.kernels import emulation
+from normmatters.probe import Probe, Rescaling, cuda_devices, named_parameters, plain_name, unwrap
 
 __all__ = ["Invariance", "ScaleInvariantParameters", "scale_invariant_parameters", "split_parameters"]
 
@@ -33,7 +32,7 @@ Granularity = Literal["channel", "tensor"]
 
 @dataclass(frozen=True)
 class Invariance:
-    """What was found for one parameter.
+    """The result for one parameter.
 
     Attributes:
         granularity: `"channel"` if every slice along `dim` can be rescaled alone, `"tensor"` if only the whole can,
@@ -41,8 +40,8 @@ class Invariance:
         dim: channel dimension, `None` unless the granularity is `"channel"`.
         mask: bool `[channels]` (`[1]` for a whole tensor), which channels are invariant.
         jointly_with: other parameters of the module that must be rescaled by the same factor; `()` if none.
-        cosine: largest |cos(w, ∇L)| over the invariant channels and losses, or over all channels where there are none.
-        change: largest change of the output, relative to its root mean square; nan where the gradient had ruled it out.
+        cosine: largest |cos(w, ∇L)| over losses and invariant channels, or over all channels where none is invariant.
+        change: largest change of the output, relative to its root mean square; nan where the gradient test failed.
         influence: False when the gradient is zero: an unused parameter, or a bias that the normalization subtracts.
 
     >>> model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
@@ -143,7 +142,7 @@ class _Trial:
 
     def accept(self, mask: Tensor, change: float, whole: bool) -> Invariance:
         kind: Granularity = "tensor" if self.dims[0] is None else "channel"
-        # A channel without influence (a token that the example lacks) follows its siblings.
+        # A channel without influence (a token that the example lacks) counts as its siblings.
         full = torch.ones_like(mask) if whole else mask
         return Invariance(kind, self.dims[0], full, (), self.cosine[mask].max().item(), change)
 
@@ -158,7 +157,7 @@ def _gradient_trials(probe: Probe, names: Sequence[str], grads: list[dict[str, T
         for g in grads:
             dot = torch.stack([_per_channel(t * g[n], d) for n, t, d in zip(names, tensors, dims)]).sum(0).abs()
             slope = torch.stack([_per_channel(g[n] * g[n], d) for n, d in zip(names, dims)]).sum(0).sqrt()
-            # The losses have unit scale: a gradient of rounding noise (a bias before batch norm) is told by its size.
+            # The losses have unit scale, so rounding noise (a bias before batch norm) shows by its size.
             alive = length * slope > probe.eps**0.7
             cosine = torch.where(alive, torch.maximum(cosine, dot / (length * slope)), cosine)
             live |= alive
@@ -198,7 +197,7 @@ def _examine(
 
     All bundles whose gradients pass are rescaled in one forward pass; bisection finds those that change the output.
     """
-    found: dict[tuple[str, ...], Invariance] = {}
+    result: dict[tuple[str, ...], Invariance] = {}
     trials = {names: _gradient_trials(probe, names, grads) for names in bundles}
     tensors = {names: [probe.parameters[n].detach() for n in names] for names in bundles}
 
@@ -208,12 +207,12 @@ def _examine(
     waiting = {n: [t for t in ts if t.live.any() and torch.equal(t.passed(tol), t.live)] for n, ts in trials.items()}
     while proposals := [(names, candidates.pop(0)) for names, candidates in waiting.items() if candidates]:
         for (names, trial), moved in _bisect(rescaled, proposals, tol):
-            found[names] = trial.accept(trial.live, moved, whole=True)
+            result[names] = trial.accept(trial.live, moved, whole=True)
             waiting[names] = []
     for names in bundles:
-        if names not in found:
-            found[names] = _partial(probe, tensors[names], trials[names], tol)
-    return {names: found[names] for names in bundles}
+        if names not in result:
+            result[names] = _partial(probe, tensors[names], trials[names], tol)
+    return {names: result[names] for names in bundles}
 
 
 def _partial(probe: Probe, tensors: Sequence[Tensor], trials: list[_Trial], tol: float) -> Invariance:
@@ -251,15 +250,15 @@ def scale_invariant_parameters(
 ) -> ScaleInvariantParameters:
     """Find the parameters whose length does not matter because a normalization follows, per output channel.
 
-    Works on any architecture, by testing: see the head of this file. The model is copied; its parameters, gradients,
-    buffers, mode and the global random state stay as they are.
+    Works on any architecture, because it tests a copy: see the top of this file. The model's parameters, gradients,
+    buffers and mode and the global random state stay as they are.
 
     Args:
-        model: any module; tested in training mode, so that batch norm normalizes by the batch. Complex parameters are
-            part of it, and not tested themselves.
+        model: any module; tested in training mode, so that batch norm normalizes by the batch. Complex parameters may
+            be part of it, but are not tested.
         example_input: a tensor, a tuple of positional or a dict of keyword arguments. A small real batch is best.
-        tol: largest |cos(w, ∇L)| and relative change of the output that count as none. Both come out below 1e-10 where
-            eps is an attribute of its module, and at about eps/variance where the code passes it as a literal.
+        tol: largest |cos(w, ∇L)| and relative change of the output that count as none. Both are below 1e-10 where eps
+            is an attribute of its module, and about eps/variance where the code passes it as a literal.
         probes: number of random losses.
         dtype: precision of the copy.
         seed: for the losses, the factors and the model's own randomness.
@@ -277,10 +276,10 @@ def scale_invariant_parameters(
         raise ValueError(f"tol must lie in (0, 1) and probes be 1 or more, got {tol} and {probes}")
     if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"dtype must be a floating-point torch.dtype, got {dtype!r}")
-    if precision.active() is not None:
-        raise ValueError("precision.arithmetic rounds away what is tested here: call this outside of it")
+    if emulation.active() is not None:
+        raise ValueError("precision.arithmetic rounds too coarsely for this test: call it outside")
     bare = unwrap(model)
-    with torch.random.fork_rng(devices=gpus(bare)), torch.inference_mode(False), torch.enable_grad():
+    with torch.random.fork_rng(devices=cuda_devices(bare)), torch.inference_mode(False), torch.enable_grad():
         probe = Probe(bare, example_input, dtype, seed)
         names = [n for n, p in probe.parameters.items() if p.requires_grad]
         if not names:
@@ -297,7 +296,7 @@ def scale_invariant_parameters(
             if joint.granularity is not None and joint.mask.all():
                 for n in own_names:
                     found[n] = replace(joint, jointly_with=tuple(o for o in own_names if o != n))
-    # Masks are small; a caller keeps them on the host whatever the model's device is.
+    # Masks are small, so they are on the host whatever the model's device is.
     cpu = {n: replace(one, mask=one.mask.cpu()) for n, one in found.items()}
     return ScaleInvariantParameters(model, cpu)
 
@@ -313,7 +312,8 @@ def split_parameters(model: nn.Module, example_input: Any, **options: Any) -> li
 
     >>> model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     >>> invariant, rest = split_parameters(model, torch.randn(8, 3))
-    >>> optimizer = torch.optim.SGD([invariant | {"weight_decay": 0.0}, rest | {"weight_decay": 5e-4}], lr=0.1)
+    >>> groups = [invariant, rest | {"weight_decay_free": False}]
+    >>> optimizer = WeightDecayFreeSGD(groups, lr=0.1, momentum=0.9, weight_decay=5e-4)
     """
     result = scale_invariant_parameters(model, example_input, **options)
     invariant = list(result.named_parameters())

@@ -1,13 +1,12 @@
-r"""Norm schedule: keep the learning rate and move the norms instead (F4).
+r"""Norm schedule: hold the learning rate and change the norms instead (F4).
 
-The effective step is η/‖w‖², so dividing η by 10 and multiplying ‖w‖ by √10 are one thing. With v = a·w and
-a = √(η₀/η_t), v − η₀∇L(v) = a·w − η₀∇L(w)/a = a·(w − η_t∇L(w)): step by step, exactly. Momentum keeps gradients, which
-scale as 1/a, so when a grows by r a buffer of gradients must shrink by r; the run is then that of SGD with momentum and
-the LR schedule, exactly. For Adam, whose effective step is η/‖w‖, a = η₀/η_t, and squared gradients shrink by r².
+The effective step is η/‖w‖², so it is the same to divide η by 10 or to multiply ‖w‖ by √10. With v = a·w and a =
+√(η₀/η_t), v − η₀∇L(v) = a·w − η₀∇L(w)/a = a·(w − η_t∇L(w)), exactly, step by step. A momentum buffer holds gradients,
+which scale as 1/a: when a grows by r, the buffer shrinks by r. Then the run is exactly that of SGD with momentum and
+the LR schedule. For Adam, whose effective step is η/‖w‖, a = η₀/η_t, and squared gradients shrink by r².
 
-The same with a recorded run's norms forced after every step is the fourth curve of the paper's figure 1. There the
-weight is projected at every step and the buffers follow only the factor a: weight decay too shrinks weights and not
-buffers.
+With the norms of a recorded run, set after every step, this is the fourth curve of the paper's figure 1. Then weights
+are projected at every step, and buffers follow the factor a alone: weight decay, too, shrinks weights and not buffers.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from normmatters.optim._exponents import exponents
-from normmatters.optim._rows import Channels, Named, resolve
+from normmatters.optim._base import exponents
+from normmatters.optim.channels import Channels, Named, named_weights
 from normmatters.optim.correction import StepSizeCorrection
 from normmatters.optim.recording import Form, Recording
 
@@ -29,23 +28,23 @@ __all__ = ["NormSchedule"]
 
 
 class NormSchedule(LRScheduler):
-    """Replace a learning-rate schedule by a schedule of norms: the effective steps are the same, the LR stays.
+    """A learning-rate schedule as a schedule of norms: the LR stays, and the effective steps are the schedule's.
 
-    A torch `LRScheduler`. Rescales the weights in place; scale-invariant weights only, or the model's output changes.
-    Running statistics of batch norms are of the weights before: evaluate before `step()`, not right after it.
+    A torch `LRScheduler`. Rescales weights in place, so only scale-invariant ones: else the model's output changes.
+    Running statistics of batch norms belong to the weights before: evaluate before `step()`, not right after it.
 
     Args:
-        optimizer: its present learning rates are kept for the scheduled weights; no weight decay on them.
+        optimizer: the scheduled weights keep its present learning rates, and must not have weight decay.
         source: a function that builds an LR scheduler, `lambda opt: MultiStepLR(opt, [30, 60])`: where it would divide
-            the LR by 10, norms are multiplied by √10. Call `step()` as often as that scheduler wants it.
-            Or a `Recording`: after each `step()`, to be called after every optimizer step, every channel has the
-            recorded norm times √(η₀/η_t), where η_t is the recorded learning rate.
+            the LR by 10, norms are multiplied by √10. Call `step()` as often as you would call that scheduler's.
+            Or a `Recording`: call `step()` after every optimizer step; it gives every channel the recorded norm times
+            √(η₀/η_t), where η_t is the recorded learning rate.
         parameters: the result of `scale_invariant_parameters`, a mapping or (name, tensor) pairs; with a recording of
             tested weights also the model, or `None` if the optimizer knows the names.
         form: for a recording: `"paper"` uses the norms at the end of the running epoch, `"exact"` those of each step
-            times √(1−ηλ), which gives plain SGD the directions of the recorded run exactly.
-        others: what happens to the LR of parameter groups without scheduled weights: `"scheduled"`, it follows the
-            schedule, or `"constant"`.
+            times √(1−ηλ), which gives plain SGD exactly the directions of the recorded run.
+        others: the LR of parameter groups without scheduled weights is `"scheduled"` (follows the schedule) or
+            `"constant"`.
         exponent: k of the effective step η/‖w‖ᵏ: 2 for SGD, 1 for the Adam family.
         state_powers: state name → power of the factor that it scales with. Both are known for SGD, Adam, AdamW, NAdam,
             RMSprop and Adagrad.
@@ -85,7 +84,7 @@ class NormSchedule(LRScheduler):
         elif callable(source):
             if parameters is None:
                 raise ValueError("parameters= must say which weights to rescale, e.g. scale_invariant_parameters(...)")
-            channels = Channels(*resolve(parameters))
+            channels = Channels(*named_weights(parameters))
         else:
             raise TypeError(f"source must be a Recording or a function of an optimizer, got {type(source).__name__}")
         if isinstance(optimizer, StepSizeCorrection):
@@ -123,7 +122,7 @@ class NormSchedule(LRScheduler):
     def step(self, epoch: int | None = None) -> None:
         """Rescale the weights for the next step (or epoch, if the LR schedule counts epochs)."""
         if epoch is not None:
-            raise ValueError("NormSchedule cannot jump to an epoch: the norms follow from those before")
+            raise ValueError("NormSchedule cannot jump to an epoch: each norm follows from the one before")
         initial = self.last_epoch == -1
         if len(self.optimizer.param_groups) != len(self.base_lrs):
             raise ValueError(
@@ -156,11 +155,11 @@ class NormSchedule(LRScheduler):
             tensor.mul_(factor)
         if target is not None:
             norms = channels.norms()
-            row = torch.where(norms == 0, 1.0, target / norms)  # a channel that was pruned since stays 0
+            row = torch.where(norms == 0, 1.0, target / norms)  # a pruned channel stays 0
             torch._foreach_mul_([w.detach() for w in channels.weights], channels.broadcast(row))
 
     def get_lr(self) -> list[float | Tensor]:
-        """The optimizer's learning rates, those of the other groups moved by the schedule."""
+        """The optimizer's learning rates; those of the other groups as scheduled."""
         lrs = [group["lr"] for group in self.optimizer.param_groups]
         if self._others == "constant":
             return lrs
@@ -168,7 +167,7 @@ class NormSchedule(LRScheduler):
         return [lr if g in mine else self._source.lr(g, cast(float, self.base_lrs[g])) for g, lr in enumerate(lrs)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Numbers only; the weights are in the model's own state."""
+        """Numbers only; the weights are in the model's state."""
         return {
             "last_epoch": self.last_epoch,
             "_step_count": self._step_count,
@@ -180,7 +179,7 @@ class NormSchedule(LRScheduler):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue where `state_dict` was taken. Load the model's weights as well: this moves none."""
+        """Continue from `state_dict`. Load the model's weights as well: this changes none."""
         if state_dict.get("names") != self._channels.names:
             raise ValueError(f"the state is of other weights: {state_dict.get('names')}, here {self._channels.names}")
         if {*state_dict["source"]} != {*self._source.state_dict()}:
@@ -197,9 +196,9 @@ def _check_unmixed(channels: Channels, groups: list[int], optimizer: Optimizer) 
                 f'{name!r} shares parameter group {index} with weights that are not scheduled: others="scheduled" '
                 'needs them apart (see split_parameters); others="constant" leaves their learning rate alone'
             )
-    kept = [optimizer.param_groups[index]["lr"] for index in groups]
+    fixed = [optimizer.param_groups[index]["lr"] for index in groups]
     for index, group in enumerate(optimizer.param_groups):
-        if index not in groups and isinstance(group["lr"], Tensor) and any(group["lr"] is lr for lr in kept):
+        if index not in groups and isinstance(group["lr"], Tensor) and any(group["lr"] is lr for lr in fixed):
             raise ValueError(
                 f"parameter group {index} shares its learning rate's tensor with scheduled weights, whose learning "
                 "rate is to stay: give each group an lr tensor of its own"
@@ -217,10 +216,10 @@ class _FromSchedule:
         if not isinstance(self._scheduler, LRScheduler):
             raise TypeError(f"source must build an LRScheduler, it returned {type(self._scheduler).__name__}")
         if isinstance(self._scheduler, ReduceLROnPlateau):
-            raise TypeError("ReduceLROnPlateau needs a metric at each step, which NormSchedule has not")
+            raise TypeError("ReduceLROnPlateau needs a metric at each step, and NormSchedule has none")
         if any(group["momentum"] != 0 for group in self._shadow.param_groups):
             raise ValueError(
-                f"{type(self._scheduler).__name__} moves the momentum too, which has no norm to go by: pass "
+                f"{type(self._scheduler).__name__} schedules the momentum too, which no norm can replace: pass "
                 "cycle_momentum=False"
             )
         self._initial, self._groups, self._power = initial, groups, power

@@ -1,4 +1,4 @@
-"""A recipe in other words: what a learning rate, a weight decay and a momentum mean for scale-invariant weights."""
+"""What a learning rate, a weight decay and a momentum mean for scale-invariant weights, and equivalent recipes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from normmatters.optim._common import check_number
+from normmatters.optim._base import check_number
 from normmatters.optim.equilibrium import equilibrium_angle, filter_sums, steps_to_equilibrium
 from normmatters.optim.weight_decay_free import largest_decay
 from normmatters.text_table import aligned
@@ -31,13 +31,13 @@ class Recipe:
 
     @property
     def angle(self) -> float:
-        """Angle a step in equilibrium: what `AngularSGD(angle=…)` takes in place of lr and weight decay."""
+        """Angle per step in equilibrium: what `AngularSGD(angle=…)` takes in place of lr and weight decay."""
         return equilibrium_angle(self.lr, self.weight_decay, self.momentum)
 
     def with_lr(self, lr: float) -> Recipe:
-        """The same training at another learning rate: ηλ is kept, so the angle is.
+        """The same training at another learning rate: ηλ stays, so the angle stays.
 
-        Exact from the first step if scale-invariant weights start √(lr'/lr) times as long; else after equilibrium.
+        Exact from the first step if scale-invariant weights start √(lr'/lr) times as long; else from equilibrium on.
         """
         check_number("lr", lr)
         if lr == 0:
@@ -45,23 +45,23 @@ class Recipe:
         return replace(self, lr=lr, weight_decay=self.lr * self.weight_decay / lr)
 
     def with_weight_decay(self, weight_decay: float) -> Recipe:
-        """The same training at another weight decay: ηλ is kept, so the angle is."""
+        """The same training at another weight decay: ηλ stays, so the angle stays."""
         check_number("weight_decay", weight_decay)
         if weight_decay == 0:
             raise ValueError("no lr gives the same training at weight decay 0: use the angle, or WeightDecayFreeSGD")
         return replace(self, weight_decay=weight_decay, lr=self.lr * self.weight_decay / weight_decay)
 
     def with_momentum(self, momentum: float) -> Recipe:
-        """The same speed at another momentum: η/(1−μ) is kept, so norms and time constants are; the angle is not.
+        """The same speed at another momentum: η/(1−μ) stays, so norms and time constants stay; the angle changes.
 
-        Steps that follow each other are then correlated differently, but directions are forgotten at the same rate.
+        Consecutive steps are then correlated differently, but directions are forgotten at the same rate.
         """
         check_number("momentum", momentum, below=1.0)
         return replace(self, momentum=momentum, lr=self.lr * (1 - momentum) / (1 - self.momentum))
 
     @classmethod
     def from_angle(cls, angle: float, lr: float, momentum: float = 0.0) -> Recipe:
-        """The recipe with this learning rate that turns weights by ``angle`` a step in equilibrium."""
+        """The recipe with this learning rate that turns weights by ``angle`` per step in equilibrium."""
         check_number("angle", angle)
         check_number("lr", lr)
         if lr == 0:
@@ -83,7 +83,7 @@ def explain(lr: float, weight_decay: float, momentum: float = 0.0) -> list[Row]:
     """Explain an SGD recipe: its equilibrium, its time scales, and recipes that train the same way.
 
     >>> explain(0.1, 5e-4, 0.9)[0]
-    Row(quantity='angle a step', value='0.007255 rad (0.416°)', meaning='in equilibrium: √(2ηλ/(1+μ))')
+    Row(quantity='angle per step', value='0.007255 rad (0.416°)', meaning='in equilibrium: √(2ηλ/(1+μ))')
     """
     recipe = Recipe(lr, weight_decay, momentum)
     total, _ = filter_sums(momentum)
@@ -93,10 +93,10 @@ def explain(lr: float, weight_decay: float, momentum: float = 0.0) -> list[Row]:
         why = "without weight decay the norm grows and the angle falls for ever" if lr else "with lr 0 nothing moves"
         if product:
             why = f"lr · weight decay is {product:g}, and from 2(1+μ) = {limit:g} on decay makes weights grow"
-        return [Row("angle a step", "no equilibrium", why), Row("effective lr", f"{lr * total:g}", "η/(1−μ)")]
+        return [Row("angle per step", "no equilibrium", why), Row("effective lr", f"{lr * total:g}", "η/(1−μ)")]
     rows = [
         Row(
-            "angle a step",
+            "angle per step",
             f"{recipe.angle:.4g} rad ({math.degrees(recipe.angle):.3g}°)",
             "in equilibrium: √(2ηλ/(1+μ))",
         ),
@@ -134,14 +134,14 @@ def _weight_decay_free(recipe: Recipe, bound: float) -> Row:
         return Row(name, "none", f"lr · weight decay is above (1−√μ)² = {bound:.4g}: momentum overshoots zero")
     if x == 1:
         return Row(name, "none", "lr · weight decay is 1: nothing is left of the weights")
-    # The fixed point of κ (see weight_decay_free): s solves s² − (1+μ−ηλ)s + μ = 0, and α grows by 1/s a step. For
-    # r = 1 − s that is r² − (1−μ+ηλ)r + ηλ = 0, in which no ηλ is too small to count.
+    # The fixed point of κ (see weight_decay_free): s solves s² − (1+μ−ηλ)s + μ = 0, and α grows by 1/s per step. With
+    # r = 1 − s that is r² − (1−μ+ηλ)r + ηλ = 0, which keeps its digits for the smallest ηλ.
     c = 1 - mu + x
     r = 2 * x / (c + math.sqrt(max(c * c - 4 * x, 0.0)))
     growth = -2 * math.log1p(-r)
     return Row(
         name,
-        f"× {math.exp(growth):.6g} a step",
+        f"× {math.exp(growth):.6g} per step",
         f"WeightDecayFreeSGD, exact: lr doubles every {math.log(2) / growth:.4g} steps",
     )
 
@@ -151,7 +151,7 @@ def _angular(recipe: Recipe) -> Row:
     if recipe.angle >= math.pi / 2:
         return Row(name, "none", "the angle is π/2 or more: a step that forgets the weight, and no equilibrium")
     call = f"AngularSGD(angle={recipe.angle:.4g}, momentum={recipe.momentum:g})"
-    return Row(name, call, "norms fixed, the same angle a step")
+    return Row(name, call, "norms fixed, the same angle per step")
 
 
 def _text(recipe: Recipe) -> str:
@@ -161,8 +161,8 @@ def _text(recipe: Recipe) -> str:
 def render(rows: Iterable[Row]) -> str:
     """The rows as plain aligned text.
 
-    >>> print(render([Row("angle", "0.1", "a step"), Row("norm", "2", "of w")]))
-    angle  0.1  a step
+    >>> print(render([Row("angle", "0.1", "per step"), Row("norm", "2", "of w")]))
+    angle  0.1  per step
     norm   2    of w
     """
     return aligned([(row.quantity, row.value, row.meaning) for row in rows])

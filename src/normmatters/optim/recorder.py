@@ -1,4 +1,4 @@
-"""Watch norms, effective step sizes and angles of a run, at a cost below one percent of a step."""
+"""Record norms, effective step sizes and angles of a run, at a cost below one percent of the training step."""
 
 from __future__ import annotations
 
@@ -11,28 +11,25 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from normmatters.optim._common import is_capturing
-from normmatters.optim._decay_free import WeightDecayFree
-from normmatters.optim._exponents import innermost
-from normmatters.optim._rows import Channels, Named, TestedChannels, resolve
-from normmatters.optim.multi_tensor import ChannelMeter
+from normmatters.optim._base import WeightDecayFree, innermost, is_capturing
+from normmatters.optim.channels import ChannelMeter, Channels, Named, TestedChannels, named_weights
 from normmatters.optim.recording import Recording, layout_signature
 
 __all__ = ["NormRecorder"]
 
-_CHUNK = 256  # rows that stay on the device before they move to the host, asynchronously
+CHUNK = 256  # rows that stay on the device before they move to the host, asynchronously
 
 
 class _History:
     """Rows appended on a device without a host sync.
 
-    Without a capacity, full chunks move to pinned host memory. With one, all rows stay in one preallocated tensor and
-    the row number lives on the device too, so that a CUDA graph may capture `append` and replay it.
+    Without a capacity, full chunks move to pinned host memory. With one, all rows stay in one preallocated tensor, and
+    the row number is on the device too, so that a CUDA graph can capture and replay `append`.
     """
 
     def __init__(self, width: int, dtype: torch.dtype, device: torch.device, capacity: int | None) -> None:
         self.capacity = capacity
-        self._chunk = torch.zeros(capacity or _CHUNK, width, dtype=dtype, device=device)
+        self._chunk = torch.zeros(capacity or CHUNK, width, dtype=dtype, device=device)
         self._next = torch.zeros(1, dtype=torch.int64, device=device)
         self._full: list[Tensor] = []
         self._used = 0
@@ -44,7 +41,7 @@ class _History:
             return
         self._chunk[self._used].copy_(row)
         self._used += 1
-        if self._used == _CHUNK:
+        if self._used == CHUNK:
             pinned = torch.empty(self._chunk.shape, dtype=row.dtype, pin_memory=row.device.type == "cuda")
             self._full.append(pinned.copy_(self._chunk, non_blocking=True))
             self._used = 0
@@ -64,7 +61,7 @@ class _History:
             self._chunk[: len(rows)].copy_(rows)
             self._next.fill_(len(rows))
             return
-        whole = len(rows) // _CHUNK * _CHUNK
+        whole = len(rows) // CHUNK * CHUNK
         self._full = [rows[:whole].clone()] if whole else []
         self._used = len(rows) - whole
         self._chunk[: self._used].copy_(rows[whole:])
@@ -73,21 +70,21 @@ class _History:
 class NormRecorder:
     """Record the norm of every channel, its angular update and its learning rate, step by step or epoch by epoch.
 
-    Everything stays on the device and waits for nothing. On a GPU one launch measures all weights and one copy keeps
-    the result; elsewhere it is one norm a weight (two with angles). Given an optimizer it records by itself after each
-    `optimizer.step()`; a step that AMP's `GradScaler` skips is no step and is not recorded (for this, and this alone, a
-    fused optimizer's steps under `GradScaler` are waited for).
+    Everything stays on the device and waits for nothing. On a GPU one launch measures all weights and one copy stores
+    the result; elsewhere it is one norm per weight (two with angles). Given an optimizer, it records by itself after
+    each `optimizer.step()`. A step that AMP's `GradScaler` skips is not recorded; to know that, the host waits for a
+    fused optimizer's steps under `GradScaler`, and for nothing else.
 
     Args:
         weights: the result of `scale_invariant_parameters`, a module (all weights of two or more dimensions), a mapping
             name → tensor or (name, tensor) pairs.
-        optimizer: where steps, learning rates and weight decay come from; without it, call `step()` after every step.
+        optimizer: gives steps, learning rates and weight decay; without one, call `step()` after every step.
         every: `"step"`, a number of steps, or `"epoch"` (a row at every `end_epoch()`).
-        angle: also record the angle between consecutive rows; keeps one copy of the weights.
-        dims: channel dimension by name where it is not what `weights` says (0, or 1 for transposed convolutions of a
+        angle: also record the angle between consecutive rows; needs one copy of the weights.
+        dims: name → channel dimension, where it is not that of `weights` (0, or 1 for transposed convolutions of a
             module); `None` takes a whole tensor as one channel.
-        capacity: reserve this many rows up front and never grow, for CUDA graphs; needs `every="step"`.
-        metadata: strings to keep in the recording.
+        capacity: reserve this many rows in advance and never grow, for CUDA graphs; needs `every="step"`.
+        metadata: strings to save in the recording.
 
     >>> model = torch.nn.Linear(4, 3)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -114,10 +111,10 @@ class NormRecorder:
             raise ValueError(f'capacity needs every="step" and room for 2 rows or more, got {every!r} and {capacity}')
         if optimizer is not None and not isinstance(optimizer, Optimizer):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
-        for key, value in (metadata or {}).items():  # now, and not in `save`, when the run has ended
+        for key, value in (metadata or {}).items():  # checked now, because `save` comes when the run has ended
             if not isinstance(key, str) or not isinstance(value, str):
                 raise TypeError(f"metadata must map strings to strings, got {key!r}: {value!r}")
-        self._channels = Channels(*resolve(weights, dims))
+        self._channels = Channels(*named_weights(weights, dims))
         self._tested = isinstance(weights, TestedChannels) and dims is None
         self._interval = every if isinstance(every, int) else {"step": 1, "epoch": 0}[every]
         self._angle, self._capacity, self._metadata = angle, capacity, dict(metadata or {})
@@ -127,7 +124,7 @@ class NormRecorder:
         own = [*zip(self._channels.weights, self._group_of)]
         self._weights_of = {index: [w for w, its in own if its == index] for index in self._used_groups}
         self._handles: list[RemovableHandle] = []
-        self._coming = list[float | Tensor]()  # settings of a step that has begun
+        self._coming = list[float | Tensor]()  # settings of the step that has begun
         self.reset()
         self._attach()
 
@@ -140,13 +137,13 @@ class NormRecorder:
         return self.__dict__ | {"_handles": bool(self._handles)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy watches the copy of its optimizer, which in ``torch.optim`` comes without hooks."""
+        """A copy records the copy of its optimizer, whose hooks ``torch.optim`` does not copy."""
         self.__dict__.update(state | {"_handles": []})
         if state["_handles"]:
             self._attach()
 
     def reset(self) -> None:
-        """Forget all rows and begin again at step 0."""
+        """Drop all rows and begin again at step 0."""
         channels = self._channels
         self._meter = ChannelMeter(channels, self._angle)
         self._rows = _History(len(self._meter.row), channels.dtype, channels.device, self._capacity)
@@ -154,7 +151,7 @@ class NormRecorder:
         self._setting = torch.zeros(2 * len(self._used_groups), dtype=torch.float64, device=channels.device)
         self._written: list[float | Tensor] | None = None
         self._steps, self._row_steps, self._epoch_ends = 0, list[int](), list[int]()
-        # With an optimizer row 0 is taken at the first step: weights may still be loaded or moved in between.
+        # With an optimizer row 0 is taken at the first step, because weights may still be loaded or moved before it.
         if self._optimizer is None:
             self._record()
 
@@ -166,11 +163,11 @@ class NormRecorder:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps seen so far (those that a replayed CUDA graph took are only in the rows)."""
+        """Optimizer steps so far; steps of a replayed CUDA graph are not counted here, only recorded."""
         return self._steps
 
     def step(self) -> None:
-        """Count one optimizer step and record a row when one is due. The optimizer's hook calls it."""
+        """Count one optimizer step, and record a row if one is due. The optimizer's hook calls it."""
         self._steps += 1
         if self._interval and self._steps % self._interval == 0:
             self._record()
@@ -187,16 +184,15 @@ class NormRecorder:
 
     @torch.no_grad()
     def _start(self) -> None:
-        self._coming = self._present_settings()  # before a row: it raises where the optimizer will refuse its settings
+        self._coming = self._present_settings()  # before a row, because it raises on settings that will be refused
         if self._row_steps and not self._steps:
-            self.reset()  # the first step raised; the weights may be others by now
+            self.reset()  # the first step raised, and the weights may have been replaced since
         if not self._row_steps:
             self._record()
 
     @torch.no_grad()
     def _stepped(self) -> None:
-        # GradScaler calls a fused optimizer even for a step to skip, and tells it by this attribute; whether it is one
-        # must be asked of the device.
+        # GradScaler calls a fused optimizer even for a step to skip, with this attribute, which only the device knows.
         found_inf = getattr(self._optimizer, "found_inf", None)
         if found_inf is None or is_capturing() or not found_inf.item():
             self._keep_settings(self._coming)
@@ -211,7 +207,7 @@ class NormRecorder:
         self._row_steps.append(self._steps)
 
     def _keep_settings(self, values: list[float | Tensor]) -> None:
-        """Learning rate and weight decay of the step just taken, to the device; written only where they changed.
+        """Write the learning rate and weight decay of the step just taken to the device, if they changed.
 
         Not when the row is recorded: a scheduler may have set the next ones by then.
         """
@@ -221,17 +217,17 @@ class NormRecorder:
             self._written = None if any(isinstance(v, Tensor) for v in values) else values
 
     def _present_settings(self) -> list[float | Tensor]:
-        """The learning rates of the groups, those that act in weight-decay-free ones, then their weight decays."""
+        """The learning rates of the groups (in weight-decay-free ones, those that act), then their weight decays."""
         assert self._optimizer is not None
         inner, lrs, decays = innermost(self._optimizer), list[float | Tensor](), list[float | Tensor]()
         for index in self._used_groups:
             group = self._optimizer.param_groups[index]
             lr, decay = group["lr"], group.get("weight_decay")
             if group.get("weight_decay_free"):
-                lr = decay = math.nan  # of one that others keep elsewhere than in .optimizer, such as torch's ZeRO
+                lr = decay = math.nan  # if it is wrapped by something without .optimizer, such as torch's ZeRO
                 if isinstance(inner, WeightDecayFree):
                     weights = self._weights_of[index]
-                    weight = max(weights, key=lambda w: (w.grad is not None, w.requires_grad))  # not one that is frozen
+                    weight = max(weights, key=lambda w: (w.grad is not None, w.requires_grad))  # not a frozen one
                     lr = inner._acting_lr(index, weight)
             elif group.get("angular"):
                 decay = math.nan
@@ -240,12 +236,12 @@ class NormRecorder:
         return lrs + decays
 
     def recording(self) -> Recording:
-        """Everything recorded so far, on the host. Waits for the device."""
+        """All rows so far, on the host. Waits for the device."""
         rows, settings = self._rows.stack(), self._settings.stack()[1:]
         if not len(rows):
             raise ValueError("nothing was recorded yet: no step was taken")
         channels, count = self._channels, len(self._used_groups)
-        angles = 2 * rows[1:, channels.total :].atan()  # the device keeps tan(θ/2)
+        angles = 2 * rows[1:, channels.total :].atan()  # the device stores tan(θ/2)
         steps = range(len(rows)) if self._capacity is not None else self._row_steps
         return Recording(
             norms={n: t.clone() for n, t in channels.split(rows[:, : channels.total]).items()},

@@ -1,8 +1,9 @@
-"""What a `NormRecorder` saw, frozen: norms, angles and learning rates of a run, on disk as safetensors."""
+"""The frozen result of a `NormRecorder`: norms, angles and learning rates of a run; on disk as safetensors."""
 
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import os
 from collections.abc import Mapping
@@ -14,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from normmatters.optim._rows import Channels, Named, TestedChannels, plain_name, resolve, triangle_angle
+from normmatters.optim.channels import Channels, Named, TestedChannels, half_angle_tangent, named_weights
+from normmatters.probe import plain_name
 
 __all__ = ["Form", "Recording"]
 
@@ -22,7 +24,7 @@ Form = Literal["paper", "exact"]
 _FORMAT = "normmatters.recording"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Recording:
     """Norms of every channel through a run. Row r was taken after `steps[r]` optimizer steps; row 0 before the first.
 
@@ -32,14 +34,14 @@ class Recording:
             if it was not recorded.
         steps: `[R]` int64, optimizer steps taken before each row.
         lr: `[R-1, groups]` float64, learning rate of the step that led to row r+1; `[R-1, 0]` without an optimizer.
-        weight_decay: `[R-1, groups]` float64; nan where none shrinks the norms, but a weight-decay-free or angular
-            optimizer does something else in its place.
+        weight_decay: `[R-1, groups]` float64; nan under a weight-decay-free or angular optimizer, which does something
+            else in its place.
         groups: name → column of `lr` and `weight_decay`.
         shapes: name → shape of the weight.
         dims: name → channel dimension, `None` where the whole tensor is one channel.
         epoch_ends: steps taken at the end of every epoch.
         tested: whether the weights came from `scale_invariant_parameters`.
-        metadata: the user's own strings, kept in the file.
+        metadata: the user's own strings, saved in the file.
 
     >>> layer = nn.Linear(3, 4)
     >>> optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
@@ -71,7 +73,7 @@ class Recording:
                 )
         for name, norms in self.norms.items():
             if name not in self.shapes or name not in self.dims:
-                raise ValueError(f"the recording has norms of {name!r} and not its shape and dim")
+                raise ValueError(f"the recording has norms of {name!r} but not its shape and dim")
             shape, dim = self.shapes[name], self.dims[name]
             channels = 1 if dim is None else shape[dim]
             if tuple(norms.shape) != (rows, channels):
@@ -87,9 +89,14 @@ class Recording:
             object.__setattr__(self, key, MappingProxyType(dict(getattr(self, key))))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles are made from plain dictionaries: a read-only view can do neither."""
+        """Copies and pickles are made from plain dictionaries, because read-only views cannot be copied or pickled."""
         values = [getattr(self, one.name) for one in fields(self)]
         return type(self), tuple(dict(value) if isinstance(value, MappingProxyType) else value for value in values)
+
+    def __repr__(self) -> str:
+        channels, steps = sum(norms.shape[1] for norms in self.norms.values()), int(self.steps[-1])
+        size = f"{len(self.norms)} weights, {channels} channels, {len(self.steps)} rows up to step {steps}"
+        return f"<Recording of {size}, {len(self.epoch_ends)} epochs, {'with' if self.angles else 'without'} angles>"
 
     @property
     def names(self) -> list[str]:
@@ -98,7 +105,7 @@ class Recording:
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """Optimizer steps an epoch, `None` where epochs differ or none was marked."""
+        """Optimizer steps per epoch, `None` where epochs differ or none was marked."""
         lengths = {b - a for a, b in zip((0, *self.epoch_ends), self.epoch_ends)}
         return lengths.pop() if len(lengths) == 1 else None
 
@@ -116,7 +123,7 @@ class Recording:
         """`[R-1]` float64, the learning rate of this weight's parameter group."""
         self._known(name)
         if self.lr.shape[1] == 0:
-            raise ValueError("this run was recorded without an optimizer: it has no learning rates")
+            raise ValueError("this run was recorded without an optimizer, so it has no learning rates")
         return self.lr[:, self.groups[name]]
 
     def effective_step_size(self, name: str, *, layer: bool = False, exponent: float = 2.0) -> Tensor:
@@ -138,7 +145,7 @@ class Recording:
         # A channel of norm 0 has no angle (nan), and its distance needs none.
         turned = torch.where(a * b == 0, 0.0, 4 * a * b * torch.sin(angles.double() / 2) ** 2)
         squared = (a - b) ** 2 + turned
-        return triangle_angle(a.norm(dim=1), b.norm(dim=1), squared.sum(1).sqrt())
+        return 2 * half_angle_tangent(a.norm(dim=1), b.norm(dim=1), squared.sum(1).sqrt()).atan()
 
     def at_epochs(self, name: str) -> Tensor:
         """`[epochs, channels]` norms at the end of every epoch."""
@@ -182,10 +189,10 @@ class Recording:
         return self.learning_rate(name).repeat_interleave(self.steps.diff())
 
     def match(self, optimizer: Optimizer, parameters: Named | None = None) -> Channels:
-        """The channels of `parameters` that this recording describes, checked one by one; raises naming the parameter.
+        """The channels of `parameters` that this recording describes; raises, naming it, on one that does not fit.
 
         Args:
-            optimizer: must hold every one of them; asked for their names where `parameters` is `None`.
+            optimizer: must hold all of them; its names are used where `parameters` is `None`.
             parameters: the result of `scale_invariant_parameters`, a mapping or (name, tensor) pairs; or a whole
                 module, where every recorded weight was tested for scale invariance.
         """
@@ -200,7 +207,7 @@ class Recording:
         elif isinstance(parameters, nn.Module):
             known = {plain_name(n): p for n, p in parameters.named_parameters()}
         else:
-            known, dims = resolve(parameters)
+            known, dims = named_weights(parameters)
             for name in known:
                 self._known(name)
             if isinstance(parameters, TestedChannels) and (wrong := [n for n in known if dims[n] != self.dims[n]]):
@@ -256,7 +263,7 @@ class Recording:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Recording:
-        """Read what `save` wrote; a file of another kind or with missing tensors is an error that says so."""
+        """Read what `save` wrote. Raises on a file of another kind or with missing tensors."""
         _safetensors()
         from safetensors import SafetensorError, safe_open
 
@@ -292,42 +299,13 @@ class Recording:
             raise ValueError(f"{os.fspath(path)} is damaged: its names and shapes do not give its signature")
         return recording
 
-    def to_tensorboard(self, writer: Any, *, prefix: str = "norms", every: int = 1) -> None:
-        """Write layer norm, median effective step size and median angle of every weight as scalars.
-
-        Args:
-            writer: a `torch.utils.tensorboard.SummaryWriter`, or anything with its `add_scalar`.
-            every: write every so many rows.
-        """
-        for tag, name, curve in self._curves():
-            for row in range(0, len(curve), every):
-                writer.add_scalar(f"{prefix}/{tag}/{name}", curve[row].item(), int(self.steps[row]))
-
     def plot(self, path: str | os.PathLike[str], *, names: list[str] | None = None) -> None:
-        """Save a figure with a panel each for layer norm, effective step size and angle (medians over channels)."""
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ImportError("plotting needs matplotlib: pip install normmatters[lab]") from error
-        curves = [c for c in self._curves() if names is None or c[1] in [self._known(n) for n in names]]
-        tags = list(dict.fromkeys(tag for tag, _, _ in curves))
-        figure = Figure(figsize=(3.6 * len(tags), 3.2), layout="constrained")
-        for axes, title in zip(figure.subplots(1, len(tags), squeeze=False)[0], tags):
-            for tag, name, curve in curves:
-                if tag == title:
-                    axes.plot(self.steps[: len(curve)].numpy(), curve.numpy(), label=name, linewidth=1)
-            axes.set(title=title.replace("_", " "), xlabel="step", yscale="log")
-        if len(self.names if names is None else names) <= 10:
-            figure.axes[0].legend(fontsize=6)
-        figure.savefig(os.fspath(path), dpi=80)
+        """Save a figure of norms, effective step sizes and angles: see :func:`normmatters.optim.plotting.plot`."""
+        importlib.import_module("normmatters.optim.plotting").plot(self, path, names=names)
 
-    def _curves(self) -> list[tuple[str, str, Tensor]]:
-        curves = [("norm", n, self.norm(n, layer=True)) for n in self.names]
-        if self.lr.shape[1]:
-            curves += [("effective_step_size", n, self.effective_step_size(n).median(1).values) for n in self.names]
-        if self.angles:
-            curves += [("angle", n, self.angles[n].nanmedian(1).values) for n in self.names]
-        return curves
+    def to_tensorboard(self, writer: Any, *, prefix: str = "norms", every: int = 1) -> None:
+        """Write them as scalars: see :func:`normmatters.optim.plotting.to_tensorboard`."""
+        importlib.import_module("normmatters.optim.plotting").to_tensorboard(self, writer, prefix=prefix, every=every)
 
 
 def layout_signature(shapes: Mapping[str, tuple[int, ...]], dims: Mapping[str, int | None]) -> str:

@@ -1,37 +1,48 @@
 r"""SGD with weight decay, without the weight decay: its exact directions from a learning-rate factor alone.
 
-Behind a normalization only the direction of w matters, and ∇L(αu) = ∇L(u)/α (F1). Let u_t be the weights of SGD with
-weight decay λ, momentum μ and learning rates η_t (PyTorch's: b_t = μb_{t−1} + ∇L(u_t) + λu_t, u_{t+1} = u_t − η_t b_t).
-Split the old buffer into a part along the weights and the rest, b_{t−1} = κ_t u_t + d_t. Then, with k = μκ_t + λ and
-s = 1 − η_t k,
+Of a weight followed by a normalization only the direction matters, and ∇L(αu) = ∇L(u)/α (F1). Let u_t be the weights of
+PyTorch's SGD with weight decay λ, momentum μ and learning rates η_t: b_t = μb_{t−1} + ∇L(u_t) + λu_t, and
+u_{t+1} = u_t − η_t b_t. Split the old buffer into a part along the weights and the rest, b_{t−1} = κ_t u_t + d_t. Then,
+with k = μκ_t + λ and s = 1 − η_t k,
 
     u_{t+1} = s·u_t − η_t (μd_t + ∇L(u_t)),      κ_{t+1} = k/s,      d_{t+1} = (μd_t + ∇L(u_t))/s,
 
-so all that weight decay does to u besides plain SGD is the factor s. Carry it in a number, w_t = α_t u_t with
-α_{t+1} = α_t/s, and in the buffer V_t = d_t/α_t, and what is left is plain momentum SGD with a scaled learning rate:
+so weight decay differs from plain SGD by the factor s alone. Move it into a number, w_t = α_t u_t with α_{t+1} = α_t/s,
+and into the buffer, V_t = d_t/α_t. What remains is plain momentum SGD with a scaled learning rate:
 
     V_{t+1} = μV_t + ∇L(w_t),        w_{t+1} = w_t − η_t α_t α_{t+1} V_{t+1}.
 
 Nothing divides by a learning rate, so warm-up may start at η = 0, and μ may change from step to step. At μ = 0 PyTorch
-leaves its buffer as it is; split along the new weights that is κ_{t+1} = κ_t/s and V_{t+1} = sV_t + η_t κ_t ∇L(w_t).
+leaves its buffer as it is; split along the new weights, that is κ_{t+1} = κ_t/s and V_{t+1} = sV_t + η_t κ_t ∇L(w_t).
 
 For Nesterov's form s = 1 − η(λ + μk), V_{t+1} = (1−ηλ)μV_t + (1+ημκ_t)∇L(w_t), and the weights move by
 −η α_t α_{t+1} ((1+μ)∇L(w_t) + μ²V_t). With constant η, λ, μ the recursion of κ has a fixed point, and s stays positive,
-if and only if ηλ ≤ (1−√μ)² (Nesterov: ((1−μ)/(1+μ))²); beyond it α changes its sign and αu is no rescaling of u.
+if and only if ηλ ≤ (1−√μ)² (Nesterov: ((1−μ)/(1+μ))²). Beyond it α changes its sign, and αu is no rescaling of u.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-from normmatters.optim._common import Group, Members, check_number, host_known, host_value, loss_of, sgd_
-from normmatters.optim._decay_free import Scalar, WeightDecayFree, rates, rescale_factor
+from normmatters.kernels.cpu.optimizer_rows import momentum_step_
+from normmatters.optim._base import (
+    Group,
+    Scalar,
+    WeightDecayFree,
+    add_,
+    evaluate,
+    multiply_,
+    rates,
+    rescale_factor,
+    sgd_,
+)
+from normmatters.optim.decay_groups import model_groups
 
 
 def largest_decay(momentum: float, nesterov: bool = False) -> float:
@@ -54,9 +65,9 @@ def next_alpha_kappa(
 class WeightDecayFreeSGD(WeightDecayFree):
     r"""SGD that follows exactly the directions of ``torch.optim.SGD`` with weight decay, with no weight decay.
 
-    For scale-invariant weights: those that a normalization follows. It needs no reference run: the recursion at the top
+    For scale-invariant weights: those followed by a normalization. It needs no reference run: the recursion at the top
     of this file turns ``weight_decay`` into a factor of the learning rate. State and cost are those of plain momentum
-    SGD (one buffer a parameter, and a few numbers on the host).
+    SGD (one buffer per parameter, and a few numbers on the host).
 
     Args:
         params: parameters, (name, parameter) pairs or groups, as in ``torch.optim``. A group with
@@ -67,11 +78,11 @@ class WeightDecayFreeSGD(WeightDecayFree):
         weight_decay: λ of the run to imitate (``torch.optim.SGD``'s, added to the gradient).
         nesterov: imitate Nesterov's form.
         maximize: maximize the objective.
-        foreach: multi-tensor implementation; None chooses the fused one or it on GPUs.
-        fused: one fused kernel a step (not with ``nesterov`` or ``capturable``). None takes it for parameters on CUDA
+        foreach: multi-tensor implementation; None takes the fused one on GPUs where it applies, else this one.
+        fused: one fused kernel per step (not with ``nesterov`` or ``capturable``). None takes it for parameters on CUDA
             where it applies and ``foreach`` is None; False keeps to ``foreach``.
         capturable: keep α on the device, without host reads, so that the step can be captured into a CUDA graph.
-        check_invariance: at its first step refuse a weight whose gradient is not orthogonal to it.
+        check_invariance: refuse a weight whose gradient, in its first step, is not orthogonal to it.
 
     Example:
         >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(288, 10))
@@ -81,7 +92,9 @@ class WeightDecayFreeSGD(WeightDecayFree):
         ...     lr=0.1, momentum=0.9, weight_decay=5e-4)
     """
 
+    # pending: what the momentum buffer must still be multiplied by.
     _scalars = (("alpha", 1.0), ("kappa", 0.0), ("pending", 1.0))
+    _numbers = {"lr": math.inf, "momentum": 1.0, "weight_decay": math.inf}
 
     def __init__(
         self,
@@ -114,11 +127,29 @@ class WeightDecayFreeSGD(WeightDecayFree):
         }
         super().__init__(params, defaults)
 
-    def _check_group(self, index: int, group: Group) -> None:
-        lr, momentum, weight_decay = group["lr"], group["momentum"], group["weight_decay"]
-        check_number("lr", lr)
-        check_number("momentum", momentum, below=1.0)
-        check_number("weight_decay", weight_decay)
+    @classmethod
+    def from_model(
+        cls, model: nn.Module, example_input: Any, lr: float | Tensor, *, decay_vectors: bool = True, **options: Any
+    ) -> Self:
+        """The optimizer for a whole model: weight-decay-free for its scale-invariant weights, found by a test.
+
+        The model takes the same path as under ``torch.optim.SGD(model.parameters(), lr, **options)``.
+
+        Args:
+            model, example_input: as for :func:`scale_invariant_parameters`.
+            lr: as above.
+            decay_vectors: whether biases and affine parameters decay, as they do under that SGD.
+            options: momentum, weight_decay and the others, as above.
+
+        >>> model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        >>> batch = torch.randn(8, 3)
+        >>> optimizer = WeightDecayFreeSGD.from_model(model, batch, lr=0.1, momentum=0.9, weight_decay=5e-4)
+        """
+        groups = model_groups(model, example_input, decay_vectors, {}, {"weight_decay_free": False})
+        return cls(groups, lr, **options)
+
+    def _check_group(self, index: int, group: Group, decay: float) -> None:
+        momentum = group["momentum"]
         if group["dampening"] != 0:
             raise ValueError(
                 f"dampening must be 0 (its first step has no weight-decay-free form), got {group['dampening']}"
@@ -131,9 +162,7 @@ class WeightDecayFreeSGD(WeightDecayFree):
             raise ValueError("fused=True and foreach=True are two implementations: choose one, or leave both None")
         if not group["weight_decay_free"]:
             return
-        bound = largest_decay(momentum, group["nesterov"])
-        decay = host_value(lr) * weight_decay if host_known(lr) else 0.0
-        if decay > bound:
+        if decay > (bound := largest_decay(momentum, group["nesterov"])):
             formula = "((1-momentum)/(1+momentum))^2" if group["nesterov"] else "(1-sqrt(momentum))^2"
             raise ValueError(
                 f"group {index}: lr * weight_decay = {decay:g} is more than {formula} = {bound:g}. There the decay's "
@@ -146,7 +175,7 @@ class WeightDecayFreeSGD(WeightDecayFree):
     def _acting_lr(self, index: int, weight: Tensor) -> float | Tensor:
         """η_t α_t α_{t+1}, of the step to come."""
         group, state = self.param_groups[index], self.state.get(weight, {})
-        self._check_group(index, group)
+        self._check_group(index, group, self._checked_decay(group))
         lr, weight_decay = rates(group)
         settings = lr, weight_decay, group["momentum"], group["nesterov"]
         alpha = state.get("alpha", 1.0)
@@ -155,76 +184,68 @@ class WeightDecayFreeSGD(WeightDecayFree):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Take one step. ``closure``, if given, reevaluates the model and returns the loss, which is returned."""
-        loss = loss_of(closure)
-        plain, cohorts = self._gather()
-        # α of every group first: if a schedule is refused, no weight has moved yet.
-        plans = [(group, cohort, self._next(group, cohort)) for group, cohort in cohorts]
-        for group, found in plain:
-            lr = group["lr"] if group["capturable"] else host_value(group["lr"])
-            sgd_(group, found, lr, group["weight_decay"])
-        for group, cohort, (lr, weight_decay, new_alpha, new_kappa) in plans:
-            self._move(group, cohort, lr, weight_decay, new_alpha)
-            factor = rescale_factor(new_alpha)
-            pending: float | Tensor = 1.0
+        loss = evaluate(closure)
+        ordinary, cohorts = self._gather()
+        # α of every cohort first: if a schedule is refused, no weight has moved yet.
+        coming = [self._next_scalars(group, cohort.states[0]) for group, cohort in cohorts]
+        for group, members in ordinary:
+            sgd_(group, members)
+        for (group, cohort), (lr, weight_decay, next_alpha, next_kappa) in zip(cohorts, coming):
+            params, grads, (state, *_) = cohort
+            momentum, sign = group["momentum"], -1.0 if group["maximize"] else 1.0
+            kappa, pending = state["kappa"], state["pending"]
+            step_size = lr * state["alpha"] * next_alpha
+            if momentum == 0 and (idle := [i for i, one in enumerate(cohort.states) if "momentum_buffer" in one]):
+                # V ← sV + ηκ∇L, of a buffer from the time when there was momentum
+                idle_buffers = [cohort.states[i]["momentum_buffer"] for i in idle]
+                multiply_(idle_buffers, pending * state["alpha"] / next_alpha)
+                add_(idle_buffers, [grads[i] for i in idle], sign * lr * kappa)
+            if not group["capturable"] and cohort.use_native(group):
+                # The equations below in one pass: Δw and the new V are linear in V and ∇L.
+                remains, buffers = momentum * pending, cohort.momentum_buffers() if momentum != 0 else []
+                of_weight, of_buffer = (0.0, -step_size * remains, -step_size * sign), (0.0, remains, sign)
+                if group["nesterov"]:
+                    of_weight = (0.0, -step_size * remains * momentum, -step_size * sign * (1 + momentum))
+                    of_buffer = (0.0, remains * (1 - lr * weight_decay), sign * (1 + lr * momentum * kappa))
+                momentum_step_(params, grads, buffers, of_weight, of_buffer)
+            elif not group["nesterov"] and not group["capturable"] and cohort.use_fused(group):
+                if momentum != 0 and pending != 1:  # left by captured steps
+                    multiply_(cohort.momentum_buffers(), pending)
+                sgd_(group | {"fused": True}, cohort, step_size, 0.0)  # V ← μV + ∇L,  w ← w − η α_t α_{t+1} V
+            elif momentum == 0:
+                add_(params, grads, -sign * step_size)  # w ← w − η α_t α_{t+1} ∇L
+            elif group["nesterov"]:
+                buffers = cohort.momentum_buffers()  # w ← w − η α_t α_{t+1} ((1+μ)∇L + μ²V),
+                add_(params, grads, -sign * (1 + momentum) * step_size)
+                add_(params, buffers, -(momentum**2) * pending * step_size)
+                multiply_(buffers, momentum * pending * (1 - lr * weight_decay))  # V ← (1−ηλ)μV + (1+ημκ)∇L
+                add_(buffers, grads, sign * (1 + lr * momentum * kappa))
+            else:
+                buffers = cohort.momentum_buffers()
+                multiply_(buffers, momentum * pending)  # V ← μV + ∇L
+                add_(buffers, grads, sign)
+                add_(params, buffers, -step_size)  # w ← w − η α_t α_{t+1} V
+            factor = rescale_factor(next_alpha)
+            pending = 1.0
             if group["capturable"]:
-                # A graph cannot ask whether to rescale: multiply always, mostly by 1; the buffers with the next step.
-                _scale_(cohort.params, factor)
+                # A graph cannot branch: always multiply, mostly by 1. The buffers wait for the multiplication above.
+                multiply_(params, factor)
                 pending = 1 / factor
             elif factor != 1:
-                _scale_(cohort.params, factor)
-                if kept := [state["momentum_buffer"] for state in cohort.states if "momentum_buffer" in state]:
-                    _scale_(kept, 1 / factor)
-            self._store(group, cohort, (new_alpha * factor, new_kappa, pending))
+                multiply_(params, factor)
+                if buffers := [one["momentum_buffer"] for one in cohort.states if "momentum_buffer" in one]:
+                    multiply_(buffers, 1 / factor)
+            self._store(group, cohort, (next_alpha * factor, next_kappa, pending))
         return loss
 
-    def _next(self, group: Group, cohort: Members) -> tuple[Any, Any, Any, Any]:
+    def _next_scalars(self, group: Group, state: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
         """(η_t, λ, α_{t+1}, κ_{t+1}) of a cohort: Python floats, or 0-dim float64 tensors when capturable."""
-        lr, weight_decay = rates(group, on_host=not group["capturable"])
-        alpha, kappa = cohort.states[0]["alpha"], cohort.states[0]["kappa"]
-        new = next_alpha_kappa(alpha, kappa, lr, weight_decay, group["momentum"], group["nesterov"])
-        if not group["capturable"] and not new[0] > 0:
+        lr, weight_decay = rates(group, read=not group["capturable"])
+        settings = lr, weight_decay, group["momentum"], group["nesterov"]
+        next_alpha, next_kappa = next_alpha_kappa(state["alpha"], state["kappa"], *settings)
+        if not group["capturable"] and not next_alpha > 0:
             raise ValueError(
                 f"lr {lr:g} and momentum {group['momentum']:g} now turn the scale alpha negative, although lr * "
                 "weight_decay is within its bound: the momentum fell, or the lr rose, too fast after the last step"
             )
-        return lr, weight_decay, *new
-
-    def _move(self, group: Group, cohort: Members, lr: Any, weight_decay: Any, new_alpha: Any) -> None:
-        """V ← μV + ∇L and w ← w − η α_t α_{t+1} V, or Nesterov's form of it."""
-        params, grads, (state, *_) = cohort
-        step_size = lr * state["alpha"] * new_alpha
-        momentum, pending, sign = group["momentum"], state["pending"], -1.0 if group["maximize"] else 1.0
-        if momentum == 0 and (kept := [i for i, one in enumerate(cohort.states) if "momentum_buffer" in one]):
-            buffers = [cohort.states[i]["momentum_buffer"] for i in kept]
-            _scale_(buffers, pending * state["alpha"] / new_alpha)
-            _add_(buffers, [grads[i] for i in kept], sign * lr * state["kappa"])
-        if not group["nesterov"] and not group["capturable"] and cohort.takes_fused(group):
-            if momentum != 0 and pending != 1:  # left by a run on the device, where it waits for the next step
-                _scale_(cohort.momentum_buffers(), pending)
-            sgd_(group | {"fused": True}, cohort, step_size, 0.0)
-            return
-        if momentum == 0:
-            _add_(params, grads, -sign * step_size)
-            return
-        buffers = cohort.momentum_buffers()
-        if group["nesterov"]:
-            _add_(params, grads, -sign * (1 + momentum) * step_size)
-            _add_(params, buffers, -(momentum**2) * pending * step_size)
-            _scale_(buffers, momentum * pending * (1 - lr * weight_decay))
-            _add_(buffers, grads, sign * (1 + lr * momentum * state["kappa"]))
-        else:
-            _scale_(buffers, momentum * pending)
-            _add_(buffers, grads, sign)
-            _add_(params, buffers, -step_size)
-
-
-def _scale_(xs: list[Tensor], scale: float | Tensor) -> None:
-    torch._foreach_mul_(xs, scale.to(xs[0].dtype) if isinstance(scale, Tensor) else scale)
-
-
-def _add_(xs: list[Tensor], ys: list[Tensor], scale: float | Tensor) -> None:
-    """xs += scale · ys; a device scalar cannot be ``alpha`` without a host read, so it is multiplied in first."""
-    if isinstance(scale, Tensor):
-        torch._foreach_add_(xs, torch._foreach_mul(ys, scale.to(xs[0].dtype)))
-    else:
-        torch._foreach_add_(xs, ys, alpha=scale)
+        return lr, weight_decay, next_alpha, next_kappa

@@ -1,40 +1,52 @@
 r"""AdamW without the weight decay: its exact directions for scale-invariant weights.
 
-AdamW moves u by u_{t+1} = (1 − η_tλ)u_t − η_t Δ_t, where Δ_t = m̂/(√v̂ + eps) depends on the past gradients ∇L(u) alone.
-With w_t = α_t u_t and α_{t+1} = α_t/(1 − η_tλ), and because ∇L(u_t) = α_t ∇L(w_t) (F1),
+AdamW moves its weights u by u_{t+1} = (1 − η_tλ)u_t − η_t Δ_t, where Δ_t = m̂/(√v̂ + eps) depends on the past gradients
+∇L(u) alone. With w_t = α_t u_t, α_{t+1} = α_t/(1 − η_tλ) and ∇L(u_t) = α_t ∇L(w_t) (F1),
 
     w_{t+1} = w_t − η_t α_{t+1} Δ_t,        Δ_t from the gradients α_t ∇L(w_t).
 
-So the moments stay in the frame of the decayed run, eps means there what it means in AdamW, and the directions are
-exact. (Adam's step is the same for any gradient scale, so the direction of a weight turns by η/‖w‖ a step and the
-factor of the learning rate is α_{t+1}; SGD's is α_t α_{t+1}, for it turns by η/‖w‖².) Adam with coupled L2 has no such
-form: λu enters √v, so the decay is not a factor on the weights.
+So the moments are those of the decayed run, eps means what it means in AdamW, and the directions are exact. The factor
+of the learning rate is α_{t+1}, because Adam's step does not depend on the gradient's length and turns a weight by
+η/‖w‖. SGD turns it by η/‖w‖² and has α_t α_{t+1}. Adam with coupled L2 has no such form: λu enters √v, so the decay is
+not a factor on the weights.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
-from normmatters.optim._common import Group, Members, check_number, host_known, host_value, loss_of
-from normmatters.optim._decay_free import WeightDecayFree, rates, rescale_factor
+from normmatters.optim._base import (
+    Group,
+    Members,
+    WeightDecayFree,
+    check_number,
+    evaluate,
+    host_value,
+    multiply_,
+    rates,
+    rescale_factor,
+)
+from normmatters.optim.decay_groups import model_groups
 
 
 class WeightDecayFreeAdamW(WeightDecayFree):
     r"""Adam that follows exactly the directions of ``torch.optim.AdamW`` with weight decay, with no weight decay.
 
-    For scale-invariant weights: those that a normalization follows. State and cost are AdamW's.
+    For scale-invariant weights: those followed by a normalization. State and cost are AdamW's.
 
     Args:
         params: parameters, (name, parameter) pairs or groups. A group with ``weight_decay_free=False`` gets ordinary
             AdamW with its ``weight_decay``: biases, affine parameters, embeddings, the last layer.
         lr, betas, eps, weight_decay, amsgrad: those of the ``torch.optim.AdamW`` run to imitate.
         maximize, foreach, capturable: as in ``torch.optim.AdamW``.
-        check_invariance: at its first step refuse a weight whose gradient is not orthogonal to it.
+        check_invariance: refuse a weight whose gradient, in its first step, is not orthogonal to it.
 
     Example:
         >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(288, 10))
@@ -42,6 +54,8 @@ class WeightDecayFreeAdamW(WeightDecayFree):
         >>> optimizer = WeightDecayFreeAdamW(
         ...     [{"params": convs}, {"params": others, "weight_decay_free": False}], lr=1e-3, weight_decay=0.05)
     """
+
+    _numbers = {"lr": math.inf, "eps": math.inf, "weight_decay": math.inf}
 
     def __init__(
         self,
@@ -72,18 +86,38 @@ class WeightDecayFreeAdamW(WeightDecayFree):
         }
         super().__init__(params, defaults)
 
-    def _check_group(self, index: int, group: Group) -> None:
-        check_number("lr", group["lr"])
-        check_number("eps", group["eps"])
-        check_number("weight_decay", group["weight_decay"])
+    @classmethod
+    def from_model(
+        cls,
+        model: nn.Module,
+        example_input: Any,
+        lr: float | Tensor = 1e-3,
+        *,
+        decay_vectors: bool = True,
+        **options: Any,
+    ) -> Self:
+        """The optimizer for a whole model: weight-decay-free for its scale-invariant weights, found by a test.
+
+        The model takes the same path as under ``torch.optim.AdamW(model.parameters(), lr, **options)``. Arguments are
+        those of :meth:`WeightDecayFreeSGD.from_model`, and AdamW's.
+        """
+        groups = model_groups(model, example_input, decay_vectors, {}, {"weight_decay_free": False})
+        return cls(groups, lr, **options)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        # As in torch.optim: old and converted checkpoints hold the count as a Python number.
+        for group in self.param_groups:
+            for p in group["params"]:
+                if not isinstance(count := self.state.get(p, {}).get("step", p), Tensor):
+                    self.state[p]["step"] = _step_count(group, p, float(count))
+
+    def _check_group(self, index: int, group: Group, decay: float) -> None:
         if not isinstance(group["betas"], tuple | list) or len(group["betas"]) != 2:
             raise ValueError(f"betas must be two numbers, got {group['betas']}")
         for i, beta in enumerate(group["betas"]):
             check_number(f"betas[{i}]", beta, below=1.0)
-        if not host_known(group["lr"]) or not group["weight_decay_free"]:
-            return
-        decay = host_value(group["lr"]) * group["weight_decay"]
-        if decay >= 1:
+        if decay >= 1 and group["weight_decay_free"]:
             raise ValueError(
                 f"group {index}: lr * weight_decay must be below 1, got {decay:g}: the decay alone would take the "
                 "weights to zero or beyond, and a negated weight is not the same function"
@@ -92,7 +126,7 @@ class WeightDecayFreeAdamW(WeightDecayFree):
     def _acting_lr(self, index: int, weight: Tensor) -> float | Tensor:
         """η_t α_{t+1}, of the step to come."""
         group = self.param_groups[index]
-        self._check_group(index, group)
+        self._check_group(index, group, self._checked_decay(group))
         lr, weight_decay = rates(group)
         alpha = self.state.get(weight, {}).get("alpha", 1.0)
         return lr * alpha / (1 - lr * weight_decay)  # type: ignore[no-any-return]
@@ -100,36 +134,33 @@ class WeightDecayFreeAdamW(WeightDecayFree):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Take one step. ``closure``, if given, reevaluates the model and returns the loss, which is returned."""
-        loss = loss_of(closure)
-        plain, cohorts = self._gather()
-        for group, found in plain:
-            plain_lr = group["lr"] if group["capturable"] else host_value(group["lr"])
-            for part in found.by_kind():
-                self._adamw(group, part, plain_lr, group["weight_decay"])
+        loss = evaluate(closure)
+        ordinary, cohorts = self._gather()
+        for group, members in ordinary:
+            lr = group["lr"] if group["capturable"] else host_value(group["lr"])
+            for part in members.by_kind():
+                self._adamw(group, part, lr, group["weight_decay"])
         for group, cohort in cohorts:
-            params, grads, (state, *_) = cohort
-            lr, weight_decay = rates(group, on_host=not group["capturable"])
-            alpha = state["alpha"]
-            new_alpha = alpha / (1 - lr * weight_decay)
-            scale, step_size = alpha, lr * new_alpha
+            lr, weight_decay = rates(group, read=not group["capturable"])
+            alpha = cohort.states[0]["alpha"]
+            next_alpha = alpha / (1 - lr * weight_decay)
+            scale, step_size = alpha, lr * next_alpha
             if group["capturable"]:
-                scale, step_size = alpha.to(params[0].dtype), step_size.float()
-            self._adamw(group, cohort._replace(grads=list(torch._foreach_mul(grads, scale))), step_size, 0.0)
-            factor = rescale_factor(new_alpha)
-            if group["capturable"]:
-                torch._foreach_mul_(params, factor.to(params[0].dtype))
-            elif factor != 1:
-                torch._foreach_mul_(params, factor)
-            self._store(group, cohort, (new_alpha * factor,))
+                scale, step_size = alpha.to(cohort.params[0].dtype), step_size.float()
+            scaled = cohort._replace(grads=list(torch._foreach_mul(cohort.grads, scale)))
+            self._adamw(group, scaled, step_size, 0.0)  # w ← w − η α_{t+1} Δ, Δ from the gradients α_t ∇L(w)
+            factor = rescale_factor(next_alpha)
+            if group["capturable"] or factor != 1:
+                multiply_(cohort.params, factor)
+            self._store(group, cohort, (next_alpha * factor,))
         return loss
 
-    def _adamw(self, group: Group, found: Members, lr: float | Tensor, weight_decay: float) -> None:
+    def _adamw(self, group: Group, members: Members, lr: float | Tensor, weight_decay: float) -> None:
         """``torch.optim.AdamW``'s own step."""
-        params, grads, states = found
+        params, grads, states = members
         for p, state in zip(params, states):
             if "step" not in state:
-                # As in torch.optim: the count lives on the device only where a graph needs it there.
-                state["step"] = torch.zeros((), dtype=torch.float32, device=p.device if group["capturable"] else "cpu")
+                state["step"] = _step_count(group, p, 0.0)
                 for name in ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ())):
                     state[name] = torch.zeros_like(p)
         adamw(
@@ -150,3 +181,8 @@ class WeightDecayFreeAdamW(WeightDecayFree):
             eps=group["eps"],
             maximize=group["maximize"],
         )
+
+
+def _step_count(group: Group, p: Tensor, value: float) -> Tensor:
+    """The number of steps as ``torch.optim`` has it: on the device only where a graph needs it there."""
+    return torch.full((), value, dtype=torch.float32, device=p.device if group["capturable"] else "cpu")

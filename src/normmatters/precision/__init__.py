@@ -33,51 +33,20 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import math
-import threading
 from collections.abc import Callable, Sequence
-from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo  # unlike torch.compiler.disable, it imports the compiler only when called
 
-from normmatters import functional
-from normmatters.functional.batch_norm import update_running_statistics
-from normmatters.functional.checks import check_batch_norm, check_layer_norm
-from normmatters.functional.statistic import Kind, check_constant, compute_dtype, scale_constant, statistic_kind
-from normmatters.kernels.triton.layout import memory_format
-from normmatters.precision.normalize import Normalize, Rule
+from normmatters.kernels import emulation
+from normmatters.norm import Norm, RunningStats
+from normmatters.precision.normalize import Arithmetic
 from normmatters.precision.rounding import FORMATS, STORAGE
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 __all__ = ["Arithmetic", "active", "arithmetic", "batch_norm", "layer_norm", "rms_norm"]
-
-
-@dataclass(frozen=True)
-class Arithmetic:
-    """What is rounded to which format.
-
-    >>> with arithmetic("fp16", accumulate="fp32") as setting:
-    ...     setting.dtype, setting.accumulate
-    (torch.float16, torch.float32)
-    """
-
-    dtype: torch.dtype  # results of operations on elements
-    accumulate: torch.dtype  # partial sums, and the scalars of a channel
-    storage: torch.dtype  # activations between operations
-    gradient: torch.dtype  # gradients between operations
-
-
-# The settings entered in this thread or task and not left yet; the last one is in force.
-_entered: ContextVar[tuple[Arithmetic, ...]] = ContextVar("normmatters_arithmetic", default=())
-# torch.compile cannot trace a ContextVar but guards on a global: 0 here keeps an ordinary compiled model whole, and
-# entering a context anywhere makes it look again.
-_open_contexts = 0
-_lock = threading.Lock()
 
 
 def arithmetic(dtype: str | torch.dtype, accumulate: str | torch.dtype = "fp32") -> _Context:
@@ -112,12 +81,11 @@ def active() -> Arithmetic | None:
     >>> active() is None
     True
     """
-    entered = _entered.get() if _open_contexts else ()
-    return entered[-1] if entered else None
+    return emulation.active()  # type: ignore[return-value]
 
 
 class _Context(contextlib.ContextDecorator):
-    """What :func:`arithmetic` returns. It keeps nothing of its own while entered, so threads and steps can share it."""
+    """What :func:`arithmetic` returns. It stores nothing while entered, so threads and steps can share it."""
 
     def __init__(self, setting: Arithmetic) -> None:
         self.setting = setting
@@ -128,22 +96,11 @@ class _Context(contextlib.ContextDecorator):
         return super().__call__(func)
 
     def __enter__(self) -> Arithmetic:
-        global _open_contexts
-        with _lock:
-            _open_contexts += 1
-        _entered.set((*_entered.get(), self.setting))
+        emulation.enter(self.setting)
         return self.setting
 
     def __exit__(self, *_: object) -> None:
-        global _open_contexts
-        with _lock:  # whoever leaves
-            _open_contexts -= 1
-        entered = _entered.get()
-        if entered[-1:] != (self.setting,):
-            raise ValueError(
-                "an arithmetic must be left by the thread or task that entered it, the last one entered first"
-            )
-        _entered.set(entered[:-1])
+        emulation.leave(self.setting)
 
 
 def _format(name: str, value: str | torch.dtype, allowed: dict[str, torch.dtype]) -> torch.dtype:
@@ -153,12 +110,9 @@ def _format(name: str, value: str | torch.dtype, allowed: dict[str, torch.dtype]
     return dtype
 
 
-# --- The three normalizations, with the signatures of `functional` ---
-
-# None is compiled: a graph would drop the round trips through fp16, which are the point here.
+# The three normalizations, with the signatures of `functional`.
 
 
-@_disable_dynamo
 def batch_norm(
     input: Tensor,
     running_mean: Tensor | None = None,
@@ -184,51 +138,11 @@ def batch_norm(
     tensor([[-0.7983],
             [ 0.7983]])
     """
-    kind = _supported_kind(p, k)
-    check_constant(constant)
-    check_batch_norm(
-        input, running_mean, running_var, weight, bias, training, eps, kind=kind, k=k, act=act, residual=residual
-    )
-    if input.numel() == 0:  # nothing to round
-        return functional.lp_batch_norm(
-            input,
-            running_mean,
-            running_var,
-            weight,
-            bias,
-            training,
-            momentum,
-            eps,
-            p=p,
-            k=k,
-            act=act,
-            residual=residual,
-        )
-    n = input.numel() // input.shape[1]
-    C = scale_constant(p, n, k, constant) if training else 1.0  # for fixed statistics n may be less than k
-    rule = Rule(_required(), kind, k or 1, C, 0.0 if kind == "mean" else eps, relu=act == "relu")
-    fixed = None
-    if not training:
-        assert running_mean is not None  # checked above
-        fixed = _running_scale(running_mean, running_var, rule)
-
-    def rows(x: Tensor | None) -> Tensor | None:  # (N, C, ...) -> (C, n)
-        return None if x is None else x.transpose(0, 1).reshape(x.shape[1], -1)
-
-    def column(x: Tensor | None) -> Tensor | None:
-        return None if x is None else x[:, None]
-
-    y: Tensor
-    y, mean, scale = Normalize.apply(rows(input), column(weight), column(bias), rows(residual), fixed, rule)
-    if training:
-        squared = None if kind == "mean" else scale.flatten().square()
-        update_running_statistics(running_mean, running_var, mean.flatten(), squared, n, momentum, kind=kind)
-    shape = input.shape
-    y = y.reshape(shape[1], shape[0], *shape[2:]).transpose(0, 1)
-    return y.contiguous(memory_format=memory_format(input))
+    running = RunningStats(running_mean, running_var, None, momentum)
+    norm = Norm(p, k, constant, eps)
+    return _required().batch_norm(input, norm, weight, bias, running, training, residual=residual, act=act)
 
 
-@_disable_dynamo
 def layer_norm(
     input: Tensor,
     normalized_shape: Sequence[int],
@@ -248,10 +162,9 @@ def layer_norm(
     ...     layer_norm(torch.tensor([1.0, 3.0]), [2])
     tensor([-0.7983,  0.7983])
     """
-    return _layer_norm(input, normalized_shape, weight, bias, eps, p, k, constant, center=True)
+    return _required().layer_norm(input, normalized_shape, Norm(p, k, constant, eps), weight, bias)
 
 
-@_disable_dynamo
 def rms_norm(
     input: Tensor,
     normalized_shape: Sequence[int],
@@ -271,52 +184,12 @@ def rms_norm(
     """
     if isinstance(p, str):
         raise ValueError(f"p of an RMS norm must be 1, 2 or math.inf here, got {p!r}")
-    eps = torch.finfo(compute_dtype(input.dtype)).eps if eps is None else eps
-    return _layer_norm(input, normalized_shape, weight, None, eps, p, None, constant, center=False)
-
-
-def _layer_norm(
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    p: float | str,
-    k: int | None,
-    constant: str | float,
-    *,
-    center: bool,
-) -> Tensor:
-    kind = _supported_kind(p, k)
-    check_layer_norm(input, normalized_shape, weight, bias, eps, kind=kind, k=k)
-    n = math.prod(normalized_shape)
-    C = scale_constant(p, n, k, constant)
-    rule = Rule(_required(), kind, k or 1, C, eps, center=center, weight_dim=1)
-    weight, bias = (None if x is None else x.reshape(1, n) for x in (weight, bias))
-    rows = input.reshape(input.numel() // max(n, 1), n)
-    y: Tensor = Normalize.apply(rows, weight, bias, None, None, rule)[0]
-    return y.reshape(input.shape)
-
-
-def _supported_kind(p: float | str, k: int | None) -> Kind:
-    kind = statistic_kind(p, k)
-    if kind == "lp":
-        raise ValueError(f"precision.arithmetic supports p = 1, 2, math.inf, 'range' and 'mean', got p = {p!r}")
-    return kind
+    norm = Norm(p, None, constant, eps)
+    return _required().layer_norm(input, normalized_shape, norm, weight, None, centered=False)
 
 
 def _required() -> Arithmetic:
     setting = active()
     if setting is None:
         raise RuntimeError("no arithmetic is active: call this inside `with precision.arithmetic(...)`")
-    if torch._C._are_functorch_transforms_active():
-        raise RuntimeError(
-            "precision.arithmetic does not go through the transforms of torch.func (vmap, grad, jvp): take gradients "
-            "by backward() or torch.autograd.grad here, or leave the arithmetic"
-        )
     return setting
-
-
-def _running_scale(mean: Tensor, var: Tensor | None, rule: Rule) -> tuple[Tensor, Tensor]:
-    scale = torch.ones_like(mean) if var is None or rule.kind == "mean" else (var.float() + rule.eps).sqrt()
-    return mean.float()[:, None], scale.float()[:, None]

@@ -1,19 +1,24 @@
-"""The normalization of :mod:`normmatters.precision` and its gradient, one rounded operation after the other.
+"""The norms in emulated low-precision arithmetic, and their gradient: one rounded operation after the other.
 
-Tensors are float32 that hold values of the rounded formats.
+Tensors are float32 and hold values of the rounded formats.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo  # unlike torch.compiler.disable, it imports the compiler only when called
 
-from normmatters.functional.statistic import Kind
+from normmatters.functional.batch_norm import batch_norm as plain_batch_norm
+from normmatters.functional.checks import check_batch_norm, check_layer_norm
 from normmatters.kernels.double_backward import once_differentiable
+from normmatters.kernels.triton.layout import memory_format
+from normmatters.norm import Norm, RunningStats
 from normmatters.precision.rounding import (
     add,
     constant,
@@ -25,8 +30,99 @@ from normmatters.precision.rounding import (
     tree_mean,
 )
 
-if TYPE_CHECKING:
-    from normmatters.precision import Arithmetic
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """What is rounded to which format. While it is active, it computes every norm of this library.
+
+    >>> with nm.precision.arithmetic("fp16", accumulate="fp32") as setting:
+    ...     setting.dtype, setting.accumulate
+    (torch.float16, torch.float32)
+    """
+
+    dtype: torch.dtype  # results of operations on elements
+    accumulate: torch.dtype  # partial sums, and the scalars of a channel
+    storage: torch.dtype  # activations between operations
+    gradient: torch.dtype  # gradients between operations
+
+    # Nothing here is compiled: a graph would drop the round trips through fp16, which are the point.
+
+    @_disable_dynamo
+    def batch_norm(
+        self,
+        input: Tensor,
+        norm: Norm,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        running: RunningStats,
+        training: bool,
+        *,
+        residual: Tensor | None = None,
+        act: str | None = None,
+    ) -> Tensor:
+        """Batch norm in this arithmetic. input and residual: (N, C, ...); the other tensors: (C,)."""
+        _check_supported(norm)
+        check_batch_norm(input, norm, weight, bias, running, training, residual=residual, act=act)
+        if input.numel() == 0:  # nothing to round
+            return plain_batch_norm(input, norm, weight, bias, running, training, residual=residual, act=act)
+        n = input.numel() // input.shape[1]
+        C = norm.scale_constant(n) if training else 1.0  # for fixed statistics n may be less than k
+        rule = Rule(self, norm, C, norm.epsilon(input.dtype), relu=act == "relu")
+        fixed = None
+        if not training:
+            assert running.mean is not None  # checked above
+            fixed = _running_scale(running.mean, running.var, rule)
+
+        def rows(x: Tensor | None) -> Tensor | None:  # (N, C, ...) -> (C, n)
+            return None if x is None else x.transpose(0, 1).reshape(x.shape[1], -1)
+
+        def column(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x[:, None]
+
+        y: Tensor
+        y, mean, scale = Normalize.apply(rows(input), column(weight), column(bias), rows(residual), fixed, rule)
+        if training:
+            squared = None if norm.kind == "mean" else scale.flatten().square()
+            running.update(norm, mean.flatten(), squared, n)
+        shape = input.shape
+        y = y.reshape(shape[1], shape[0], *shape[2:]).transpose(0, 1)
+        return y.contiguous(memory_format=memory_format(input))
+
+    @_disable_dynamo
+    def layer_norm(
+        self,
+        input: Tensor,
+        normalized_shape: Sequence[int],
+        norm: Norm,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        *,
+        centered: bool = True,
+    ) -> Tensor:
+        """Layer norm, or with ``centered=False`` RMS norm, in this arithmetic. input: (..., *normalized_shape)."""
+        _check_supported(norm)
+        check_layer_norm(input, normalized_shape, norm, weight, bias)
+        n = math.prod(normalized_shape)
+        rule = Rule(self, norm, norm.scale_constant(n), norm.epsilon(input.dtype), center=centered, weight_dim=1)
+        weight, bias = (None if x is None else x.reshape(1, n) for x in (weight, bias))
+        rows = input.reshape(input.numel() // max(n, 1), n)
+        y: Tensor = Normalize.apply(rows, weight, bias, None, None, rule)[0]
+        return y.reshape(input.shape)
+
+
+def _check_supported(norm: Norm) -> None:
+    if torch._C._are_functorch_transforms_active():
+        raise RuntimeError(
+            "precision.arithmetic does not go through the transforms of torch.func (vmap, grad, jvp): take gradients "
+            "by backward() or torch.autograd.grad here, or leave the arithmetic"
+        )
+    if norm.kind == "lp":
+        raise ValueError(f"precision.arithmetic supports p = 1, 2, math.inf, 'range' and 'mean', got p = {norm.p!r}")
+
+
+def _running_scale(mean: Tensor, var: Tensor | None, rule: Rule) -> tuple[Tensor, Tensor]:
+    scale = torch.ones_like(mean) if var is None or rule.norm.kind == "mean" else (var.float() + rule.eps).sqrt()
+    return mean.float()[:, None], scale.float()[:, None]
 
 
 @dataclass(frozen=True)
@@ -34,13 +130,21 @@ class Rule:
     """Which normalization, in which arithmetic."""
 
     arithmetic: Arithmetic
-    kind: Kind
-    k: int  # 1 for L∞, which is Top(1)
+    norm: Norm
     C: float
     eps: float
     center: bool = True  # subtract the mean
     weight_dim: int = 0  # of (rows, n), the dimension that weight and bias run along
     relu: bool = False
+
+    @property
+    def kind(self) -> str:
+        return self.norm.kind
+
+    @property
+    def k(self) -> int:
+        """1 for L∞, which is Top(1)."""
+        return self.norm.k or 1
 
     def scales(self, x: Tensor, deviation: Tensor) -> tuple[Tensor, Tensor]:
         """s and √(s² + eps) of every row, in the accumulator's format. x, deviation: (rows, n)."""

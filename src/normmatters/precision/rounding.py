@@ -1,7 +1,7 @@
 """The operations of low-precision hardware: on float32 tensors that hold values of a format, rounded to a format.
 
-On a GPU each operation and its rounding are one kernel, and a mean is one or two, where Triton is
-(:mod:`normmatters.kernels.triton.rounding`, `tree_mean`). They give the same bits.
+On a GPU with Triton each operation and its rounding are one kernel, and a mean is one or two
+(:mod:`normmatters.kernels.triton.rounding`). They give the same bits.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+
+from normmatters.kernels import backends, operators
 
 FORMATS = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 STORAGE = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -72,8 +74,6 @@ def _operate(
 
 
 def _can_use_kernels(x: Tensor) -> bool:
-    from normmatters.kernels import backends, operators  # which itself asks whether arithmetic is active
-
     # There are no operators of them, which is what the compiler and dispatch modes must see.
     return not operators.needs_operators() and not backends.why_not_triton(x)
 
@@ -115,8 +115,8 @@ def tree_mean(x: Tensor, dim: int, accumulate: torch.dtype) -> Tensor:
 def _even_levels(x: Tensor, dim: int, accumulate: torch.dtype) -> Tensor:
     """x rounded, and if a kernel can, after all levels that have a pair for every number: of a power of two, all."""
     if _can_use_kernels(x):
-        from normmatters.kernels.triton import tree_mean as kernels
+        from normmatters.kernels.triton import rounding as kernels
 
-        if kernels.takes(x, dim):
+        if kernels.takes_mean(x, dim):
             return kernels.tree_mean(x, dim, accumulate)
     return rounded(x, accumulate)

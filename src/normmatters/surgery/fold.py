@@ -34,7 +34,7 @@ from normmatters.surgery.report import Change, ConversionReport, report_to_fill
 from normmatters.surgery.swap import check_model, replace_modules
 from normmatters.surgery.trace import trace_block
 from normmatters.surgery.value import Untraceable
-from normmatters.weight_norm.parametrized import WEIGHT_LAYERS
+from normmatters.weight_norm.fused import WEIGHT_LAYERS
 
 _log = logging.getLogger(__name__)
 

@@ -259,7 +259,7 @@ def norm_add_relu(norm: Any, input: Tensor, residual: Tensor, in_place: bool = F
         return function_call(norm_add_relu, norm, input, residual, in_place)  # type: ignore[no-any-return]
     if _alike(residual, input):
         return norm(input, residual)  # type: ignore[no-any-return]
-    output = norm(input, ...)
+    output = norm(input, apply_act=False)
     return torch.relu(output.add_(residual) if in_place else output + residual)
 
 
@@ -315,7 +315,7 @@ def _in_a_row(module: nn.Module) -> list[Any]:
 def norm_norm_add_relu(norm: Any, input: Tensor, pending: Pending, in_place: bool = False) -> Tensor:
     """relu(norm(input) + shortcut), in one operation where the shortcut's norm fits; ``norm`` has ``act="relu"``."""
     other, value = pending
-    if not watched(norm) and twin.fit(norm, input, other, value):
+    if not watched(norm) and twin.twin_fits(norm, input, other, value):
         return twin.twin_batch_norm(norm, input, other, value)[0]
     return norm_add_relu(norm, input, value if other is None else other(value), in_place)
 
@@ -325,7 +325,7 @@ def linked_norm_norm_add_relu(
 ) -> tuple[Tensor, Tensor | None]:
     """:func:`norm_norm_add_relu` and, if ``wanted``, the link to its output."""
     other, value = pending
-    if not watched(norm) and twin.fit(norm, input, other, value):
+    if not watched(norm) and twin.twin_fits(norm, input, other, value):
         return twin.twin_batch_norm(norm, input, other, value, linked=wanted)
     return linked_norm_add_relu(norm, input, value if other is None else other(value), None, wanted, in_place)
 

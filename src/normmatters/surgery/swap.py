@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from normmatters.functional.checks import check_memory
 from normmatters.nn import batchnorm as bn
 from normmatters.nn.batchnorm_act import LpBatchNormAct2d
 from normmatters.nn.batchnorm_base import LpBatchNorm
@@ -21,6 +20,7 @@ from normmatters.nn.layernorm import L1LayerNorm, L1RMSNorm, LpLayerNorm
 from normmatters.nn.layernorm2d import ChannelsFirst, L1LayerNorm2d, LpLayerNorm2d
 from normmatters.nn.replace import keep_all, replace
 from normmatters.nn.sync import SyncLpBatchNorm
+from normmatters.norm import check_memory
 from normmatters.surgery.fuse import FusionPlan, plan_fusion
 from normmatters.surgery.fused import link_sequentials
 from normmatters.surgery.report import Change, ConversionReport, report_to_fill

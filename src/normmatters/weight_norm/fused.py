@@ -1,4 +1,4 @@
-"""All normalized weights of a model in a few launches, once a forward pass."""
+"""All normalized weights of a model in a few launches, once per forward pass."""
 
 from __future__ import annotations
 
@@ -9,21 +9,30 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from normmatters.functional.hand_derived import plain_only
-from normmatters.kernels.backends import TRITON_MISSING
+from normmatters.kernels.backends import TRITON_MISSING, plain_only
 from normmatters.kernels.operators import needs_operators
-from normmatters.weight_norm.parametrizations import BoundedWeight, ClassicWeight
-from normmatters.weight_norm.parametrized import WEIGHT_LAYERS, own_parametrization, v_and_rho
+from normmatters.weight_norm.parametrizations import BoundedWeight, ClassicWeight, weight_norm_of
 
-__all__ = ["fuse", "unfuse"]
+__all__ = ["WEIGHT_LAYERS", "fuse", "unfuse"]
+
+#: Layers whose output is linear in their weight, and a channel of it in one slice.
+WEIGHT_LAYERS = (
+    nn.Linear,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+)
 
 M = TypeVar("M", bound=nn.Module)
 
 # What groups depend on in a v or ρ.
-_READ: tuple[Any, ...] = (*map(attrgetter, ("device", "dtype", "shape", "requires_grad")), Tensor.stride)
+_ATTRIBUTES: tuple[Any, ...] = (*map(attrgetter, ("device", "dtype", "shape", "requires_grad")), Tensor.stride)
 
 # Bytes of a group in distributed training: what DistributedDataParallel exchanges at a time.
-_BUCKET = 25 * 2**20
+BUCKET_BYTES = 25 * 2**20
 
 
 def fuse(model: M) -> M:
@@ -31,15 +40,16 @@ def fuse(model: M) -> M:
 
     On a GPU this takes a few kernels instead of several for each layer, and under autocast the weights of linear and
     convolutional layers come out in the precision they are used in. Values and gradients are those of
-    :func:`bounded_weight_norm` and :func:`classic_weight_norm`; a layer called outside the model's forward pass
-    computes its weight itself, as before.
-    So does every layer inside ``torch.compile``, which makes kernels of its own, or under a dispatch mode, which is to
-    see operators; and every one that the kernels cannot take: on a CPU, in float64, Top(k), other p than 1, 2 and ∞,
-    slices along another dimension than 0, sharded weights, a g of another dtype than its v.
-    Nothing is added to the state dict; copies of the model are fused too, and :func:`remove_weight_norm` works as ever.
+    :func:`bounded_weight_norm` and :func:`classic_weight_norm`. Nothing is added to the state dict. Copies of the model
+    are fused too.
 
-    The gradients of weights computed together come out together. In distributed training the weights are therefore cut
-    into groups of about 25 MB, as ``DistributedDataParallel`` cuts gradients, so that their exchange overlaps with the
+    A layer still computes its own weight outside the model's forward pass, inside ``torch.compile`` (which makes
+    kernels of its own), under a dispatch mode (which must see operators), and where the kernels cannot take it: on a
+    CPU, in float64, Top(k), other p than 1, 2 and ∞, slices along another dimension than 0, sharded weights, a g of
+    another dtype than its v.
+
+    Weights computed together also get their gradients together. In distributed training they are therefore cut into
+    groups of about 25 MB, as ``DistributedDataParallel`` cuts gradients, so that their exchange overlaps with the
     backward pass.
 
     :func:`apply_weight_norm` calls it; call it again after adding weight norm in another way.
@@ -64,7 +74,7 @@ def fuse(model: M) -> M:
         for owner in model.modules()
         if parametrize.is_parametrized(owner)
         for name, stack in owner.parametrizations.items()  # type: ignore[union-attr, operator]
-        if (norm := own_parametrization(owner, name)) is not None
+        if (norm := weight_norm_of(owner, name)) is not None
         for v in (stack.original if isinstance(norm, BoundedWeight) else stack.original1,)
     ]
     if not layers:
@@ -105,14 +115,14 @@ class _Layer(NamedTuple):
     low_precision: bool
 
     def tensors(self) -> tuple[Tensor | None, Tensor | None]:
-        """v and ρ, or g; None if the weight norm has been removed, or something put away the parameter."""
+        """v and ρ, or g; None if the weight norm has been removed, or the parameter is not there."""
         if self.home._modules.get(self.name) is not self.stack:
             return None, None
-        return v_and_rho(self.norm, self.stack)
+        return self.norm.v_and_rho(self.stack)
 
 
-class _Group(NamedTuple):
-    """Layers whose weights are computed in one call agree in these. In most models, all do."""
+class _GroupKey(NamedTuple):
+    """What layers whose weights are computed in one call have in common. In most models, all do."""
 
     device: torch.device
     v: torch.dtype
@@ -129,7 +139,7 @@ class _Fusion:
     def __init__(self, layers: list[_Layer]) -> None:
         self.layers = layers
         self._signature: Any = None
-        self._calls: list[tuple[list[int], Any]] = []
+        self.groups: list[tuple[list[int], Any]] = []
 
     def __getstate__(self) -> dict[str, Any]:
         return {"layers": self.layers}  # a copy makes its own launches
@@ -138,60 +148,60 @@ class _Fusion:
         self.__init__(state["layers"])  # type: ignore[misc]
 
     def before(self, model: nn.Module, args: Any) -> None:
-        # Function transforms hand over tensors without memory; compilers and dispatch modes must see operators (and
-        # hooks of the outermost module are compiled apart from its forward: every weight would leave one graph and
-        # enter another). Replicas of DataParallel share this object.
+        # Tensors of function transforms have no memory. Compilers and dispatch modes must see operators; the hooks of
+        # the outermost module are compiled apart from its forward, so every weight would leave one graph and enter
+        # another. Replicas of DataParallel share this object.
         if TRITON_MISSING or needs_operators() or plain_only() or getattr(model, "_is_replica", False):
             return
-        from normmatters.kernels.weight_norm_ops import Together
+        from normmatters.kernels.triton.weight_norm import WeightGroup
 
         tensors: list[Any] = [x for layer in self.layers for x in layer.tensors()]
         v, rho = tensors[::2], tensors[1::2]
         buckets = torch.distributed.is_available() and torch.distributed.is_initialized()
-        # All that the groups depend on. As a rule it is what it was at the last pass, and so are the launches. Read by
-        # `map`, as this is the host's time in every pass.
+        # All that the groups depend on. It rarely differs from the last pass, and then the groups serve again. `map`
+        # reads it, as the host does this in every pass.
         kinds = [*map(type, tensors)]
-        there = tensors if type(None) not in kinds else [x for x in tensors if x is not None]
+        present = tensors if type(None) not in kinds else [x for x in tensors if x is not None]
         signature = (
             buckets,
             [torch.is_autocast_enabled(d) and torch.get_autocast_dtype(d) for d in ("cuda", "cpu")],
             kinds,
-            [[*map(read, there)] for read in _READ],
+            [[*map(read, present)] for read in _ATTRIBUTES],
         )
         if signature != self._signature:
-            self._calls = [
-                (members, Together([v[i] for i in members], group.p, group.dtype, group.learned))
-                for group, members in self._groups(v, rho, buckets).items()
+            self.groups = [
+                (members, WeightGroup([v[i] for i in members], key.p, key.dtype, key.learned))
+                for key, members in self._members(v, rho, buckets).items()
             ]
             self._signature = signature
-        for members, together in self._calls:
-            for i, weight in zip(members, together([v[i] for i in members], [rho[i] for i in members])):
-                self.layers[i].norm.ready.put(weight, v[i], rho[i])
+        for members, group in self.groups:
+            for i, weight in zip(members, group([v[i] for i in members], [rho[i] for i in members])):
+                self.layers[i].norm.precomputed.put(weight, v[i], rho[i])
 
     def after(self, model: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
             return
         for layer in self.layers:
-            layer.norm.ready.clear()
+            layer.norm.precomputed.clear()
 
-    def _groups(self, v: list[Any], rho: list[Any], buckets: bool) -> dict[_Group, list[int]]:
+    def _members(self, v: list[Any], rho: list[Any], buckets: bool) -> dict[_GroupKey, list[int]]:
         """Which layers' weights the kernels compute together."""
-        from normmatters.kernels.weight_norm_ops import is_learned, supported
+        from normmatters.kernels.triton.weight_norm import is_learned, why_not
 
-        groups: dict[_Group, list[int]] = {}
-        passed = 0
+        groups: dict[_GroupKey, list[int]] = {}
+        total = 0
         for i, (x, r, layer) in enumerate(zip(v, rho, self.layers)):
             norm = layer.norm
             # Another shape than at first: the weight is sharded, and whole only when its layer runs.
             if not {type(x), type(r)} <= {nn.Parameter, Tensor} or x.shape != layer.shape:
                 continue
-            if supported(x, r, dim=norm.dim, p=norm.p, k=norm.k) is None:
-                bucket = passed // _BUCKET if buckets else 0
-                passed += x.numel() * x.element_size()
+            if not why_not(x, r, dim=norm.dim, p=norm.p, k=norm.k):
+                bucket = total // BUCKET_BYTES if buckets else 0
+                total += x.numel() * x.element_size()
                 dtype = _dtype_for(x, layer.low_precision)
                 trained = x.requires_grad or r.requires_grad
-                group = _Group(x.device, x.dtype, dtype, float(norm.p), is_learned(r), trained, bucket)
-                groups.setdefault(group, []).append(i)
+                key = _GroupKey(x.device, x.dtype, dtype, float(norm.p), is_learned(r), trained, bucket)
+                groups.setdefault(key, []).append(i)
         return groups
 
 

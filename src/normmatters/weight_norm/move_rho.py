@@ -5,40 +5,17 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from normmatters.weight_norm.parametrizations import BoundedWeight, ClassicWeight
-from normmatters.weight_norm.parametrized import WEIGHT_LAYERS, own_parametrization
+from normmatters.weight_norm.fused import WEIGHT_LAYERS
+from normmatters.weight_norm.parametrizations import BoundedWeight, ClassicWeight, weight_norm_of
 
 __all__ = ["move_rho_to_last_layer"]
 
 # f(a·x) = a·f(x) for every a > 0: the scale of their input passes through to their output.
 _HOMOGENEOUS = (
-    nn.Identity,
-    nn.ReLU,
-    nn.LeakyReLU,
-    nn.PReLU,
-    nn.Dropout,
-    nn.Dropout1d,
-    nn.Dropout2d,
-    nn.Dropout3d,
-    nn.MaxPool1d,
-    nn.MaxPool2d,
-    nn.MaxPool3d,
-    nn.AvgPool1d,
-    nn.AvgPool2d,
-    nn.AvgPool3d,
-    nn.AdaptiveMaxPool1d,
-    nn.AdaptiveMaxPool2d,
-    nn.AdaptiveMaxPool3d,
-    nn.AdaptiveAvgPool1d,
-    nn.AdaptiveAvgPool2d,
-    nn.AdaptiveAvgPool3d,
-    nn.Flatten,
-    nn.Unflatten,
-    nn.ZeroPad1d,
-    nn.ZeroPad2d,
-    nn.ZeroPad3d,
-    nn.Upsample,
-    nn.PixelShuffle,
+    *(nn.Identity, nn.ReLU, nn.LeakyReLU, nn.PReLU, nn.Flatten, nn.Unflatten, nn.Upsample, nn.PixelShuffle),
+    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d),
+    *(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d),
+    *(nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
 )
 _FORWARDS = {kind.forward for kind in WEIGHT_LAYERS + _HOMOGENEOUS}  # a subclass may have another
 
@@ -69,7 +46,7 @@ def move_rho_to_last_layer(model: nn.Sequential) -> nn.Sequential:
     layers = _weight_layers(model)
     product = 1.0
     for layer in layers[:-1]:
-        norm = own_parametrization(layer, "weight")
+        norm = weight_norm_of(layer, "weight")
         if isinstance(norm, BoundedWeight):
             product *= norm.rho.item()
             norm.rho.fill_(1)
@@ -87,7 +64,7 @@ def _weight_layers(model: nn.Sequential) -> list[nn.Module]:
     path = list(_flatten(model, ""))
     places = [i for i, (_, module) in enumerate(path) if isinstance(module, WEIGHT_LAYERS)]
     layers = [path[i][1] for i in places]
-    if not any(isinstance(own_parametrization(layer, "weight"), BoundedWeight) for layer in layers):
+    if not any(isinstance(weight_norm_of(layer, "weight"), BoundedWeight) for layer in layers):
         raise ValueError("found no linear or convolutional layer with bounded weight norm")
     for name, module in path[places[0] : places[-1] + 1]:
         if not isinstance(module, WEIGHT_LAYERS + _HOMOGENEOUS) or type(module).forward not in _FORWARDS:
@@ -124,7 +101,7 @@ def _flatten(model: nn.Sequential, prefix: str) -> Iterator[tuple[str, nn.Module
 
 def _length(layer: nn.Module) -> Tensor:
     """The tensor in which the weights of a layer are linear: ρ, g or the weight itself."""
-    norm = own_parametrization(layer, "weight")
+    norm = weight_norm_of(layer, "weight")
     if isinstance(norm, BoundedWeight):
         return norm.rho
     if isinstance(norm, ClassicWeight):

@@ -1,4 +1,8 @@
-"""The two weight norms as ``torch.nn.utils.parametrize`` parametrizations: what replaces a weight, and its state."""
+"""The two weight norms as ``torch.nn.utils.parametrize`` parametrizations: the equation, and the state it needs.
+
+BoundedWeight:  w_i = ρ · v_i / ‖v_i‖_p      one fixed ρ (F12, F13)
+ClassicWeight:  w_i = g_i · v_i / ‖v_i‖_p    one learned g_i for each slice (F11)
+"""
 
 import math
 from collections.abc import Callable
@@ -6,11 +10,12 @@ from typing import Literal, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from normmatters.functional.weight import bounded_weight, check_norm, check_rho, check_slices, has_values, slice_norm
-from normmatters.weight_norm.ready import ReadyWeight
+from normmatters.weight_norm.precomputed import PrecomputedWeight
 
-__all__ = ["BoundedWeight", "ClassicWeight", "initial_rho"]
+__all__ = ["BoundedWeight", "ClassicWeight", "WeightNorm", "initial_rho", "weight_norm_of"]
 
 
 def initial_rho(v: Tensor, *, dim: int | None = 0, p: float = 2, k: int | None = None) -> Tensor:
@@ -38,7 +43,40 @@ def initial_rho(v: Tensor, *, dim: int | None = 0, p: float = 2, k: int | None =
     return total / math.pow(norms.numel(), 1 / order)
 
 
-class BoundedWeight(nn.Module):
+class WeightNorm(nn.Module):
+    """What both have: which slices, in which norm, and a place for a weight that was computed ahead."""
+
+    def __init__(self, dim: int | None, p: float, k: int | None) -> None:
+        check_norm(p, k)
+        super().__init__()
+        self.dim, self.p, self.k = dim, p, k
+        self.precomputed = PrecomputedWeight()
+        #: The parameters of the layer that came after the weight, so that removal puts it back in its place.
+        self.followed_by: tuple[str, ...] = ()
+
+    def compute(self, v: Tensor, rho: Tensor) -> Tensor:
+        """ρ·v/‖v‖; ρ is classic weight norm's g, too."""
+        weight = self.precomputed.weight_for(v, rho)
+        if weight is None and not torch.compiler.is_compiling():
+            weight = self.precomputed.recomputed(v, rho, self.p)
+        return bounded_weight(v, rho, dim=self.dim, p=self.p, k=self.k) if weight is None else weight
+
+    def v_and_rho(self, stack: nn.Module) -> tuple[Tensor | None, Tensor | None]:
+        """What the weight is computed from; ``stack`` is the ``ParametrizationList`` that holds this alone.
+
+        None for a parameter that is not there: DataParallel, flat FSDP and pruning put it elsewhere.
+        """
+        raise NotImplementedError
+
+    def state_from_plain(self, weight: Tensor) -> dict[str, Tensor]:
+        """The state entries for a checkpoint that holds a plain weight."""
+        raise NotImplementedError
+
+    def extra_repr(self) -> str:
+        return f"dim={self.dim}, p={self.p}" + (f", k={self.k}" if self.k is not None else "")
+
+
+class BoundedWeight(WeightNorm):
     """w_i = ρ · v_i / ‖v_i‖_p with a fixed ρ (F12, F13).
 
     ``rho`` is a scalar buffer in the state dict. It stays in fp32 or better when the module is cast to fp16 or bf16, so
@@ -80,30 +118,29 @@ class BoundedWeight(nn.Module):
             check_rho(rho)
             given = float(rho)
             value = _given_for(v, given)
-        super().__init__()
-        self.dim, self.p, self.k = dim, p, k
+        super().__init__(dim, p, k)
         self.given = given
-        self.ready = ReadyWeight()
         self.register_buffer("rho", value)
 
     def forward(self, v: Tensor) -> Tensor:
-        return _weight(self, v, self.rho)
+        return self.compute(v, self.rho)
 
     def right_inverse(self, weight: Tensor) -> Tensor:
         """``module.weight = w`` sets v: the directions of w are taken over, its norms are not."""
         return weight
 
+    def v_and_rho(self, stack: nn.Module) -> tuple[Tensor | None, Tensor | None]:
+        # Straight from the dictionaries: attributes of modules take longer than all the rest.
+        return stack._parameters.get("original"), self._buffers["rho"]
+
     def state_from_plain(self, weight: Tensor) -> dict[str, Tensor]:
-        """The state entries of a checkpoint that holds a plain weight; ρ is the one that weight would have given."""
+        """v, and the ρ that this weight would have given."""
         rho = self.rho
         if self.given is None:
             rho = initial_rho(weight, dim=self.dim, p=self.p, k=self.k)
         elif rho.is_meta:
             rho = _given_for(weight, self.given)
         return {"original": weight, "0.rho": rho}
-
-    def extra_repr(self) -> str:
-        return f"dim={self.dim}, p={self.p}" + (f", k={self.k}" if self.k is not None else "")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         rho = self.rho
@@ -120,7 +157,7 @@ def _given_for(v: Tensor, rho: float) -> Tensor:
     return torch.full((), rho, dtype=torch.promote_types(v.dtype, torch.float32), device=v.device)
 
 
-class ClassicWeight(nn.Module):
+class ClassicWeight(WeightNorm):
     """w_i = g_i · v_i / ‖v_i‖_p with a learned g (F11; Salimans & Kingma at p = 2).
 
     State keys are those of ``torch.nn.utils.parametrizations.weight_norm``: ``original0`` is g, ``original1`` is v.
@@ -134,28 +171,25 @@ class ClassicWeight(nn.Module):
     """
 
     def __init__(self, *, dim: int | None = 0, p: float = 2, k: int | None = None) -> None:
-        check_norm(p, k)
-        super().__init__()
-        self.dim, self.p, self.k = dim, p, k
-        self.ready = ReadyWeight()
+        super().__init__(dim, p, k)
 
     def forward(self, g: Tensor, v: Tensor) -> Tensor:
-        return _weight(self, v, g)
+        return self.compute(v, g)
 
     def right_inverse(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         return slice_norm(weight, dim=self.dim, p=self.p, k=self.k).to(weight.dtype), weight
+
+    def v_and_rho(self, stack: nn.Module) -> tuple[Tensor | None, Tensor | None]:
+        return stack._parameters.get("original1"), stack._parameters.get("original0")
 
     def state_from_plain(self, weight: Tensor) -> dict[str, Tensor]:
         g, v = self.right_inverse(weight)
         return {"original0": g, "original1": v}
 
-    def extra_repr(self) -> str:
-        return f"dim={self.dim}, p={self.p}" + (f", k={self.k}" if self.k is not None else "")
 
-
-def _weight(norm: BoundedWeight | ClassicWeight, v: Tensor, rho: Tensor) -> Tensor:
-    """ρ·v/‖v‖: the one that is ready, or else computed."""
-    ready = norm.ready.weight_for(v, rho)
-    if ready is None and not torch.compiler.is_compiling():
-        ready = norm.ready.again(v, rho, norm.p)
-    return bounded_weight(v, rho, dim=norm.dim, p=norm.p, k=norm.k) if ready is None else ready
+def weight_norm_of(module: nn.Module, name: str) -> BoundedWeight | ClassicWeight | None:
+    """The weight norm of this library on ``module.<name>``, if that is the only parametrization there."""
+    if not parametrize.is_parametrized(module, name):
+        return None
+    stack = list(module.parametrizations[name].children())  # type: ignore[index, union-attr]
+    return stack[0] if len(stack) == 1 and isinstance(stack[0], BoundedWeight | ClassicWeight) else None

@@ -1,12 +1,14 @@
-"""One operation on elements and its rounding, in one launch: float32 in, float32 that holds values of a format out.
+"""Emulated low-precision arithmetic on a GPU: an operation and its rounding, and means by a tree of averages.
 
-To the bit what PyTorch's operation and its conversions give, on every GPU and through Triton's interpreter. fp16 is
-Triton's conversion. bf16 and fp8 are rounded by hand: the interpreter cuts bf16 off, and older GPUs have no fp8.
+Tensors are float32 and hold values of a format. The results equal PyTorch's operation followed by its conversion to the
+bit, on every GPU and through Triton's interpreter. fp16 is Triton's conversion. bf16 and fp8 are rounded by hand: the
+interpreter truncates bf16, and older GPUs have no fp8.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 import triton
@@ -24,7 +26,12 @@ FORMATS = {
     torch.float8_e4m3fn: "e4m3",
     torch.float8_e5m2: "e5m2",
 }
-_TILE = 1024  # elements a program: 8 a thread
+_TILE = 1024  # elements per program: 8 per thread
+_SLICES = 16  # at most, in one launch of a tree: a thread waits for that many loads at a time
+_TREE_TILE = 512  # columns per program: four per thread
+
+
+# Rounding and operations on elements ----------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -109,7 +116,7 @@ def operation_kernel(
 
 
 @functools.lru_cache(MAX_PLANS)
-def _launch_of(
+def operation_launch(
     operation: str, shape: tuple[int, ...], x: tuple[int, ...], y: tuple[int, ...] = (), *, dtype: torch.dtype
 ) -> Launch:
     """x, y: their strides; y has none if it is a number."""
@@ -156,11 +163,124 @@ def operate(operation: str, x: Tensor, y: Tensor | float, dtype: torch.dtype) ->
     tensors = _tensors(x, y)
     if _flat(tensors):
         shape: tuple[int, ...] = x.shape
-        launch = _launch_of(operation, (1, x.numel()), *[(0, 1)] * len(tensors), dtype=dtype)
+        launch = operation_launch(operation, (1, x.numel()), *[(0, 1)] * len(tensors), dtype=dtype)
     else:
         shape = tuple(map(max, *(t.shape for t in tensors))) if isinstance(y, Tensor) else x.shape
-        launch = _launch_of(operation, shape, *(t.expand(shape).stride() for t in tensors), dtype=dtype)
+        launch = operation_launch(operation, shape, *(t.expand(shape).stride() for t in tensors), dtype=dtype)
     z = torch.empty(shape, dtype=torch.float32, device=x.device)
     with on_device(x.device):
         launch((x, tensors[-1], z), (0.0 if isinstance(y, Tensor) else float(y),))
     return z
+
+
+# Means by a tree of rounded averages ----------------------------------------------------------------------------------
+# A level of the tree averages the first half of a row with the second, number by number. So the first levels are
+# averages of whole slices of the row, which a thread makes in registers for its own columns (`_mean_of_slices`). One
+# program halves the rest, up to 512 numbers, among its threads (`_mean_of_tile`).
+
+
+@triton.jit
+def _mean_of_slices(pointers, inside, step, SLICES: tl.constexpr, FORMAT: tl.constexpr):
+    """The slices are ``step`` apart. The last of their levels averages the even ones' mean with the odd ones'."""
+    if SLICES == 1:
+        return round_to(tl.load(pointers, mask=inside, other=0.0), FORMAT)
+    else:
+        even = _mean_of_slices(pointers, inside, 2 * step, SLICES // 2, FORMAT)
+        odd = _mean_of_slices(pointers + step, inside, 2 * step, SLICES // 2, FORMAT)
+        return round_to((even + odd) * 0.5, FORMAT)
+
+
+@triton.jit
+def _add(a, b):
+    return a + b
+
+
+@triton.jit
+def _mean_of_tile(x, ROWS: tl.constexpr, SIZE: tl.constexpr, FORMAT: tl.constexpr):
+    """[ROWS, SIZE] -> [ROWS]. A sum of two has one order, and `tl.split` would gather the tile in every thread."""
+    if SIZE == 1:
+        return tl.reshape(x, (ROWS,))
+    else:
+        # Not `tl.sum`: the interpreter's starts at 0, and 0 + -0 + -0 is 0.
+        both = tl.reduce(tl.reshape(x, (ROWS, 2, SIZE // 2)), 1, _add)
+        return _mean_of_tile(round_to(both * 0.5, FORMAT), ROWS, SIZE // 2, FORMAT)
+
+
+@triton.jit
+def tree_mean_kernel(
+    x_ptr,
+    y_ptr,
+    rows,
+    step,
+    SLICES: tl.constexpr,
+    LAST: tl.constexpr,
+    FORMAT: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    wait_for_previous(OVERLAP)
+    blocks = tl.cdiv(step, BLOCK_N)
+    rows_here = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    row = rows_here[:, None]
+    column = ((tl.program_id(0) % blocks) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
+    inside = (row < rows) & (column < step)
+    mean = _mean_of_slices(x_ptr + row * (step * SLICES) + column, inside, step, SLICES, FORMAT)
+    if LAST:
+        tl.store(y_ptr + rows_here, _mean_of_tile(mean, BLOCK_R, BLOCK_N, FORMAT), mask=rows_here < rows)
+    else:
+        tl.store(y_ptr + row * step + column, mean, mask=inside)
+
+
+@functools.lru_cache(MAX_PLANS)
+def tree_launches(rows: int, n: int, inner: int, dtype: torch.dtype) -> list[tuple[Launch, int]]:
+    """With each launch how many of n it leaves. ``inner``: numbers side by side, each of a mean of its own."""
+    launches = []
+    whole = inner == 1 and n == n & -n  # one program can end it
+    while n % 2 == 0:
+        last = whole and n <= _SLICES * _TREE_TILE
+        most = n // _TREE_TILE if last else n // (_SLICES * _TREE_TILE) if whole else n & -n
+        slices = max(min(most, _SLICES), 1)
+        n //= slices
+        step = n * inner
+        block_n = min(triton.next_power_of_2(step), _TREE_TILE)
+        block_r = min(triton.next_power_of_2(rows), _TREE_TILE // block_n)
+        launch = Launch(
+            tree_mean_kernel,
+            (triton.cdiv(rows, block_r) * triton.cdiv(step, block_n), 1),
+            (rows, step),
+            {
+                "SLICES": slices,
+                "LAST": last,
+                "FORMAT": FORMATS[dtype],
+                "BLOCK_R": block_r,
+                "BLOCK_N": block_n,
+            },
+            overlaps=True,
+            contracts=False,  # halving and the next level's addition, made one, would not round a subnormal half
+        )
+        n = 1 if last else n
+        launches.append((launch, n))
+    return launches
+
+
+def takes_mean(x: Tensor, dim: int) -> bool:
+    """Whether there are levels for :func:`tree_mean` to compute."""
+    return x.dtype == torch.float32 and 0 < x.numel() < 2**31 and x.shape[dim] % 2 == 0
+
+
+def tree_mean(x: Tensor, dim: int, accumulate: torch.dtype) -> Tensor:
+    """x, rounded, after as many levels as halve it evenly: of n = 2^m along ``dim`` one number is left, the mean.
+
+    x: float32 of any shape. Of n = odd·2^m, odd numbers are left.
+    """
+    dim = dim % x.dim()
+    shape, n, inner = list(x.shape), x.shape[dim], math.prod(x.shape[dim + 1 :])
+    x = x.contiguous()
+    with on_device(x.device):
+        for launch, left in tree_launches(x.numel() // (n * inner), n, inner, accumulate):
+            shape[dim] = left
+            y = torch.empty(shape, dtype=torch.float32, device=x.device)
+            launch((x, y))
+            x = y
+    return x

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from normmatters.lab.data.images import (
 )
 from normmatters.lab.data.text import TextData
 
-__all__ = ["ImageData", "Shard", "TextData", "data_root", "load_data"]
+__all__ = ["ImageData", "Shard", "TextData", "data_root", "load_data", "warm_text_cache"]
 
 RESIDENT_BYTES = 4 << 30  # a set up to this size lives on the device
 USUAL_FOLDER = {
@@ -58,9 +59,9 @@ class ImageData:
 
 
 def data_root(data_dir: str | Path | None = None) -> Path:
-    """Where data lives: the argument, else ``NORMMATTERS_DATA``, else ``./data``.
+    """Where data is: the argument, else ``NORMMATTERS_DATA``, else ``./data``.
 
-    A shell expands no ~ behind an equals sign (``--data-dir=~/data``), nor does a TOML file.
+    A shell expands no ~ after an equals sign (``--data-dir=~/data``), nor does a TOML file.
     """
     return Path(data_dir or os.environ.get("NORMMATTERS_DATA") or "data").expanduser()
 
@@ -77,9 +78,7 @@ def load_data(
     """Open the data of a run. Raises ValueError that says what is missing and how to get it."""
     device = device or torch.device("cpu")
     shard = shard or Shard()
-    folder = None
-    if config.name in USUAL_FOLDER:
-        folder = data_root(data_dir) / Path(config.dir or USUAL_FOLDER[config.name]).expanduser()
+    folder = _folder(config, data_dir)
     if config.name in TEXT:
         return text.load(config, folder, seed=seed, shard=shard, device=device, cache=cache)
     if config.name == "digits":
@@ -110,6 +109,20 @@ def load_data(
     loader = StreamLoader(sources[0], config.batch_size, shape, seed, shard, device, crop_on_read=crop_on_read)
     evaluation = EvalLoader(sources[1], config.eval_batch_size, shard, device)
     return ImageData(loader, evaluation, classes, train.channels, train.size, _IMAGENET[0], _IMAGENET[1])
+
+
+def warm_text_cache(config: DataConfig, data_dir: str | Path | None, run_folder: Path) -> None:
+    """Read and encode the text of a run, if it is one of text, so that ``load_data`` finds it done. Never raises."""
+    if config.name in TEXT:
+        with contextlib.suppress(OSError, ValueError):  # the run will meet the same, and report it
+            text.read_encoded(config, _folder(config, data_dir), run_folder)
+
+
+def _folder(config: DataConfig, data_dir: str | Path | None) -> Path | None:
+    """Where the files of a set are; None where it is embedded."""
+    if config.name not in USUAL_FOLDER:
+        return None
+    return data_root(data_dir) / Path(config.dir or USUAL_FOLDER[config.name]).expanduser()
 
 
 def _shared(read: Callable[..., Splits], where: tuple[Any, ...], device: torch.device) -> Splits:

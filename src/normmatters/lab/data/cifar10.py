@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import os
 import shutil
@@ -11,11 +9,11 @@ import tarfile
 import tempfile
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
+from filelock import FileLock
 from torch import Tensor
 
 from normmatters.lab.data.images import Splits
@@ -80,7 +78,7 @@ def prepare(data_dir: Path, *, url: str = URL) -> Path:
         data_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"cannot create the data folder {data_dir}: {error}") from None
-    with _locked(data_dir):
+    with FileLock(data_dir / ".cifar10.lock"):
         found = find(data_dir)
         if found is None and any((data_dir / FOLDER).glob("*")):
             found = data_dir / FOLDER  # a part of it: the first file that is missing is told
@@ -92,17 +90,6 @@ def prepare(data_dir: Path, *, url: str = URL) -> Path:
         if not archive.is_file():
             _download(url, archive)
         return _unpack(archive, data_dir)
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)  # which also unlocks
 
 
 def _md5(path: Path) -> str:

@@ -12,52 +12,21 @@ __all__ = ["LIMIT", "english", "german", "splits"]
 
 LIMIT = 10_000
 
-_EN_ONES = [
-    "zero",
-    "one",
-    "two",
-    "three",
-    "four",
-    "five",
-    "six",
-    "seven",
-    "eight",
-    "nine",
-    "ten",
-    "eleven",
-    "twelve",
-    "thirteen",
-    "fourteen",
-    "fifteen",
-    "sixteen",
-    "seventeen",
-    "eighteen",
-    "nineteen",
-]
-_EN_TENS = ["-", "-", "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
-_DE_ONES = [
-    "null",
-    "eins",
-    "zwei",
-    "drei",
-    "vier",
-    "fünf",
-    "sechs",
-    "sieben",
-    "acht",
-    "neun",
-    "zehn",
-    "elf",
-    "zwölf",
-    "dreizehn",
-    "vierzehn",
-    "fünfzehn",
-    "sechzehn",
-    "siebzehn",
-    "achtzehn",
-    "neunzehn",
-]
-_DE_TENS = ["-", "-", "zwanzig", "dreißig", "vierzig", "fünfzig", "sechzig", "siebzig", "achtzig", "neunzig"]
+
+def _words(*lines: str) -> list[str]:
+    return " ".join(lines).split()
+
+
+_EN_ONES = _words(
+    "zero one two three four five six seven eight nine ten",
+    "eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen",
+)
+_EN_TENS = _words("- - twenty thirty forty fifty sixty seventy eighty ninety")
+_DE_ONES = _words(
+    "null eins zwei drei vier fünf sechs sieben acht neun zehn",
+    "elf zwölf dreizehn vierzehn fünfzehn sechzehn siebzehn achtzehn neunzehn",
+)
+_DE_TENS = _words("- - zwanzig dreißig vierzig fünfzig sechzig siebzig achtzig neunzig")
 
 
 def english(number: int) -> str:

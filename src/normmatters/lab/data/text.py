@@ -16,10 +16,10 @@ from torch import Tensor
 from normmatters.lab.config import DataConfig
 from normmatters.lab.data import numerals
 from normmatters.lab.data.images import Shard, times_of_change
-from normmatters.lab.gate import gpu
-from normmatters.lab.runlog import write_atomic
+from normmatters.lab.files import write_atomic
 
 PAD, BOS, EOS = 0, 1, 2
+_TOKENIZER = "tokenizer.json"  # in the folder of a run
 _GRID = 4  # the widths of batches that are filled up
 _SPECIAL = ["<pad>", "<s>", "</s>"]
 Pairs = tuple[list[str], list[str]]
@@ -73,8 +73,8 @@ def make_tokenizer(lines: list[str], vocab_size: int, learned: str | None = None
         try:
             tokenizer = Tokenizer.from_str(learned)
         except Exception as error:  # tokenizers raises nothing more special
-            told = f"the run's tokenizer.json is damaged ({error})"
-            raise ValueError(f"{told}: begin again (--fresh, resume=False)") from None
+            problem = f"the run's tokenizer.json is damaged ({error})"
+            raise ValueError(f"{problem}: begin again (--fresh, resume=False)") from None
         tokenizer.encode_special_tokens = True
         return tokenizer
     tokenizer = Tokenizer(models.BPE())
@@ -216,24 +216,14 @@ class TextData:
         return str(self.tokenizer.decode([i for i in ids if i > EOS]))
 
     def save_tokenizer(self, folder: Path) -> None:
-        write_atomic(folder / "tokenizer.json", self.tokenizer.to_str(pretty=True).encode())
+        write_atomic(folder / _TOKENIZER, self.tokenizer.to_str(pretty=True).encode())
 
 
 def load(
     config: DataConfig, folder: Path | None, *, seed: int, shard: Shard, device: torch.device, cache: Path | None
 ) -> TextData:
     """``cache``: a folder for the learned tokenizer, so that a resumed run has the same one."""
-    path = None if cache is None else cache / "tokenizer.json"
-    with gpu.away():  # it takes seconds
-        learned = path.read_text(encoding="utf-8") if path is not None and path.is_file() else None
-        changed: tuple[int, ...] = ()
-        if config.name != "numbers":
-            if folder is None or not folder.is_dir():
-                a, b = (f"{config.train_split}.{language}" for language in (config.source, config.target))
-                told = f"no folder of parallel text: {folder}; it has a file a split and language ({a}, {b}, ...)"
-                raise ValueError(f"{told}, line by line. Name the folder above it with --data-dir or NORMMATTERS_DATA")
-            changed = times_of_change(folder)
-        encoded = _encode(config, folder, changed, learned)
+    encoded = read_encoded(config, folder, cache)
     data = TextData(
         train=TextLoader(encoded.train, config.tokens, seed, shard, device),
         val=TextLoader(encoded.val, config.tokens, seed, shard, device),
@@ -243,12 +233,14 @@ def load(
         vocab_size=encoded.tokenizer.get_vocab_size(),
         max_length=config.max_length,
     )
-    if cache is not None and learned is None:
+    if cache is not None and not (cache / _TOKENIZER).is_file():
         data.save_tokenizer(cache)
     return data
 
 
-class _Encoded(NamedTuple):
+class Encoded(NamedTuple):
+    """Sentences as token ids, and what made them."""
+
     train: list[tuple[list[int], list[int]]]
     val: list[tuple[list[int], list[int]]]
     test_sources: list[list[int]]
@@ -256,8 +248,22 @@ class _Encoded(NamedTuple):
     tokenizer: Any
 
 
+def read_encoded(config: DataConfig, folder: Path | None, cache: Path | None) -> Encoded:
+    """The splits as token ids, by the tokenizer in ``cache`` where there is one. It may take seconds, once."""
+    path = None if cache is None else cache / _TOKENIZER
+    learned = path.read_text(encoding="utf-8") if path is not None and path.is_file() else None
+    changed: tuple[int, ...] = ()
+    if config.name != "numbers":
+        if folder is None or not folder.is_dir():
+            a, b = (f"{config.train_split}.{language}" for language in (config.source, config.target))
+            problem = f"no folder of parallel text: {folder}; it has a file per split and language ({a}, {b}, ...)"
+            raise ValueError(f"{problem}, line by line. Name the folder above it with --data-dir or NORMMATTERS_DATA")
+        changed = times_of_change(folder)
+    return _encode(config, folder, changed, learned)
+
+
 @functools.lru_cache(maxsize=2)
-def _encode(config: DataConfig, folder: Path | None, changed: tuple[int, ...], learned: str | None) -> _Encoded:
+def _encode(config: DataConfig, folder: Path | None, changed: tuple[int, ...], learned: str | None) -> Encoded:
     """The splits as token ids: once for all runs that share a process, as long as the files stay as they are."""
     names = [config.train_split, config.val_split, config.test_split or config.val_split]
     if folder is None:
@@ -276,4 +282,4 @@ def _encode(config: DataConfig, folder: Path | None, changed: tuple[int, ...], l
     if not pairs:
         raise ValueError(f"data.max_length={limit} leaves no training pair")
     held_out = [(s[:limit], t[:limit]) for s, t in zip(encode(val[0]), encode(val[1]))]
-    return _Encoded(pairs, held_out, [s[:limit] for s in encode(test[0])], test[1], tokenizer)
+    return Encoded(pairs, held_out, [s[:limit] for s in encode(test[0])], test[1], tokenizer)

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from normmatters.lab.models.conv import conv
-from normmatters.lab.models.init import init_weights
+from normmatters.lab.models.layers import conv, init_weights
 from normmatters.lab.norms import NormFactory
 
 VGG11 = (64, "pool", 128, "pool", 256, 256, "pool", 512, 512, "pool", 512, 512, "pool")

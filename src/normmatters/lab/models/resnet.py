@@ -12,8 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from normmatters.lab.models.conv import conv
-from normmatters.lab.models.init import init_weights
+from normmatters.lab.models.layers import conv, init_weights
 from normmatters.lab.norms import NormAct, NormFactory
 
 

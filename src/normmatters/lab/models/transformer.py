@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from normmatters.lab.data.text import PAD
-from normmatters.lab.models.dropout import Dropout
+from normmatters.lab.models.layers import Dropout
 from normmatters.lab.models.translator import Translator
 from normmatters.lab.norms import NormFactory
 

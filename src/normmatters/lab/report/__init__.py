@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from normmatters.lab.experiments import experiment_names
+from normmatters.lab.files import write_atomic
 from normmatters.lab.report.collect import Collection, collect
 from normmatters.lab.report.figures import png, svg
 from normmatters.lab.report.html import charts, experiments_of, page
 from normmatters.lab.report.judge import Verdict, judge_all, not_run
 from normmatters.lab.report.markdown import markdown
-from normmatters.lab.runlog import write_atomic
 
 __all__ = ["Collection", "Report", "Verdict", "collect", "draw", "judge_all", "write_report"]
 

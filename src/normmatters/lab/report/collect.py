@@ -14,7 +14,7 @@ from normmatters.lab import config as _config
 from normmatters.lab import experiments
 from normmatters.lab.claims import CLAIMS
 from normmatters.lab.experiments import Cell, Paper
-from normmatters.lab.runlog import read_metrics
+from normmatters.lab.run_folder import read_metrics
 
 __all__ = ["METRICS", "Collection", "Metric", "Number", "Result", "Run", "collect", "describe", "differences"]
 
@@ -30,6 +30,7 @@ class Metric:
     complement: bool = False
     digits: int = 2
     log: bool = False
+    less_is_better: bool = False
 
     def of(self, row: dict[str, Any]) -> float | None:
         value = row.get(self.key)
@@ -40,25 +41,24 @@ class Metric:
 
 METRICS = {
     "accuracy": Metric("accuracy", "val_acc", "%"),
-    "error": Metric("validation error", "val_acc", "%", complement=True, log=True),
-    "loss": Metric("training loss", "train_loss", digits=4, log=True),
+    "error": Metric("validation error", "val_acc", "%", complement=True, log=True, less_is_better=True),
+    "loss": Metric("training loss", "train_loss", digits=4, log=True, less_is_better=True),
     "bleu": Metric("BLEU", "bleu", "", digits=1),
-    "ppl": Metric("perplexity", "val_ppl", log=True),
+    "ppl": Metric("perplexity", "val_ppl", log=True, less_is_better=True),
     "norm": Metric("mean ‖w‖", "norm", digits=3, log=True),
     "effective_step": Metric("mean η/‖w‖²", "effective_step", digits=4, log=True),
-    "seconds": Metric("seconds an epoch", "seconds", "s"),
+    "seconds": Metric("seconds per epoch", "seconds", "s"),
     "memory": Metric("peak memory", "peak_memory", "GiB", 1 / 2**30),
 }
 
 
 @dataclass(frozen=True)
 class Number:
-    """A mean over ``n`` seeds; ``sd`` is None with one seed; ``se`` is None where it cannot be known."""
+    """A mean over ``n`` seeds and their standard deviation, None with one seed."""
 
     mean: float
     sd: float | None
     n: int
-    se: float | None = None
 
     def text(self, digits: int = 2, unit: str = "") -> str:
         spread = f" ± {self.sd:.{digits}f}" if self.sd is not None else ""
@@ -141,7 +141,12 @@ class Result:
 
     @property
     def diverged(self) -> bool:
+        """In at least one seed."""
         return any(r.diverged for r in self.done)
+
+    @property
+    def all_diverged(self) -> bool:
+        return bool(self.done) and all(r.diverged for r in self.done)
 
     @property
     def divergence(self) -> str:
@@ -151,18 +156,23 @@ class Result:
 
     def final(self, name: str) -> Number | None:
         """The last epoch's value over seeds (for ``seconds`` the median epoch); None where no run has it."""
-        metric = METRICS[name]
-        if name == "seconds":
-            epochs = [[x for row in r.metrics if (x := metric.of(row)) is not None] for r in self.done]
-            found: list[float | None] = [statistics.median(e) for e in epochs if e]
-        else:
-            found = [r.last(metric) for r in self.done]
-        values = [v for v in found if v is not None and math.isfinite(v)]
+        values = list(self.by_seed(name).values())
         if not values:
             return None
-        sd = statistics.stdev(values) if len(values) > 1 else None
-        mean = statistics.fmean(values)
-        return Number(mean, sd, len(values), self._standard_error(name, mean, sd, len(values)))
+        return Number(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None, len(values))
+
+    def by_seed(self, name: str) -> dict[int, float]:
+        """The last epoch's value of each seed that has one (for ``seconds`` the median epoch)."""
+        metric, found = METRICS[name], dict[int, float]()
+        for run in self.done:
+            if name == "seconds":
+                epochs = [x for row in run.metrics if (x := metric.of(row)) is not None]
+                value = statistics.median(epochs) if epochs else None
+            else:
+                value = run.last(metric)
+            if value is not None and math.isfinite(value):
+                found[run.seed] = value
+        return found
 
     def text(self, name: str) -> str:
         """:meth:`final` for a table."""
@@ -172,20 +182,30 @@ class Result:
         return "–" if number is None else number.text(metric.digits, metric.unit or metric.label)
 
     @property
+    def deviations(self) -> list[str]:
+        """Settings in which these runs differ from what their cell says now, at the preset that fits them best."""
+        if not self.cell.table and not self.cell.same_as:
+            return []
+        source, here = experiments.load_cell(self.cell.source), _words(self.config)
+        cells = [_words(json.loads(_config.to_json(source.config(p)))) for p in experiments.PRESETS]
+        found = [
+            [f"{k} {here[k]} instead of {now[k]}" for k in here if here[k] != now.get(k, here[k])] for now in cells
+        ]
+        return min(found, key=len)
+
+    @property
     def paper_text(self) -> str:
         """The paper's number for a table, or what it says instead."""
         paper, metric = self.cell.paper, METRICS[self.cell.paper.metric]
         return paper.note or "–" if paper.value is None else f"{paper.value:g} {metric.unit or metric.label}"
 
-    def _standard_error(self, name: str, mean: float, sd: float | None, n: int) -> float | None:
-        """Over seeds where there are three or more; else, for a share of images, that of a sample of their number."""
-        if n >= 3 and sd is not None:
-            return sd / math.sqrt(n)
-        size = self.runs[0].val_examples
-        if name in ("accuracy", "error") and size:
-            share = min(max(mean / 100, 0.5 / size), 1 - 0.5 / size)  # 0 of N is not known to be 0
-            return 100 * math.sqrt(share * (1 - share) / size)
-        return sd
+    def sampling_error(self, name: str) -> float | None:
+        """The standard error of a share of images of a validation set of this size; None of what is no such share."""
+        number, size = self.final(name), self.runs[0].val_examples
+        if number is None or not size or name not in ("accuracy", "error"):
+            return None
+        share = min(max(number.mean / 100, 0.5 / size), 1 - 0.5 / size)  # 0 of N is not known to be 0
+        return 100 * math.sqrt(share * (1 - share) / size)
 
     def curve(self, name: str) -> list[tuple[float, float, float, float]]:
         """``(epoch, mean, lowest, highest)`` over seeds; stops where the first value is not finite."""
@@ -377,17 +397,26 @@ def describe(config: dict[str, Any]) -> dict[str, str]:
 
 
 def differences(results: Iterable[Result]) -> list[tuple[str, str, str]]:
-    """``(what, here, in the paper)`` for each setting in which runs differ from the paper's own regime."""
+    """``(what, here, in the paper)`` for each setting in which runs differ from the paper's own regime.
+
+    What no setting can say has no second and third part.
+    """
     found: dict[tuple[str, str, str], None] = {}
     for result in results:
         if not result.cell.table and not result.cell.same_as:
             continue
-        full = json.loads(_config.to_json(result.cell.config("full")))
-        here, paper = ({**describe(config), **_others(config)} for config in (result.config, full))
-        for key, value in here.items():
-            if value != paper[key]:
+        source = experiments.load_cell(result.cell.source)
+        full = json.loads(_config.to_json(source.config("full")))
+        paper = _words(_config.merge(full, dict(source.paper.regime)))
+        for key, value in _words(result.config).items():
+            if value != paper.get(key, value):
                 found[(key, value, paper[key])] = None
+        found |= dict.fromkeys((text, "", "") for text in source.paper.departs)
     return list(found)
+
+
+def _words(config: dict[str, Any]) -> dict[str, str]:
+    return {**describe(config), **_others(config)}
 
 
 # Settings that ``describe`` tells, that say where data lie, or that change no number.
@@ -395,7 +424,8 @@ _SAID = {
     "data": {"name", "dir", "batch_size", "eval_batch_size", "train_size", "resident", "source", "target", "tokens"}
     | {"train_split", "val_split", "test_split"},
     "model": {"name", "width", "layers", "d_model", "fuse"},
-    "optim": {"name", "lr", "weight_decay", "milestones", "gamma", "epochs", "reference"},
+    "optim": {"name", "lr", "weight_decay", "milestones", "gamma", "epochs", "reference"}
+    | {"last_layer_weight_decay", "gain_weight_decay"},
     "precision": {"amp"},
 }
 
@@ -408,7 +438,15 @@ def _others(config: dict[str, Any]) -> dict[str, str]:
             return {None: "usual", True: "yes", False: "no"}[value]
         return f"{value:g}" if isinstance(value, float) else str(value)
 
-    kept = (
-        (key, value) for section, said in _SAID.items() for key, value in config[section].items() if key not in said
-    )
-    return {key.replace("_", " "): word(value) for key, value in kept}
+    words = {
+        key.replace("_", " "): word(value)
+        for section, said in _SAID.items()
+        for key, value in config[section].items()
+        if key not in said
+    }
+    optim = config["optim"]  # these two are by default what all other weights have
+    for key, kind in (("last_layer_weight_decay", "classifier"), ("gain_weight_decay", "g")):
+        if kind == "classifier" or config["model"]["weight_norm"] == "wn":
+            own = optim[key] if optim[key] is not None else optim["weight_decay"] * (optim["mode"] == "wd_on")
+            words[f"weight decay of {kind}"] = word(own)
+    return words

@@ -6,11 +6,12 @@ Series differ by colour and by dash, so that no reader depends on colour alone.
 
 from __future__ import annotations
 
+import csv
 import io
 import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -21,7 +22,7 @@ LIGHT = ("#0b62b8", "#c2410c", "#0f7a55", "#8a3fb5", "#8a6a00", "#4b5563")
 DARK = ("#6cb6ff", "#ff9a62", "#46d6a0", "#d6a2ff", "#eac54f", "#b6bfca")
 DASHES = ("", "7 3", "2 2.5", "9 3 2 3", "5 2 1 2", "1 3")
 _WIDTH, _HEIGHT = 460, 300
-_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 12, 12, 40
+_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 16, 12, 40
 
 
 @dataclass(frozen=True)
@@ -29,12 +30,14 @@ class Series:
     """``points`` are (x, mean, low, high); ``slot`` picks colour and dash, so that a cell looks the same everywhere.
 
     One that ``diverged`` may leave the frame: beside a perplexity of 1e304 all others would be one line.
+    ``paper`` is the paper's final number, which gets a mark at the right.
     """
 
     label: str
     points: tuple[tuple[float, float, float, float], ...]
     slot: int
     diverged: bool = False
+    paper: float | None = None
 
 
 @dataclass(frozen=True)
@@ -53,18 +56,30 @@ class Chart:
     def drawable(self) -> bool:
         return any(s.points for s in self.series)
 
+    def csv(self) -> str:
+        """The curves as a table: one row per epoch, three columns per series."""
+        table = {s.label: {x: values for x, *values in s.points} for s in self.series if s.points}
+        head = ["epoch", *(f"{label} ({what})" for label in table for what in ("mean", "lowest", "highest"))]
+        rows = [head]
+        for x in sorted({x for curve in table.values() for x in curve}):
+            values = (value for curve in table.values() for value in curve.get(x, [None] * 3))
+            rows.append([f"{x:g}", *("" if value is None else f"{value:.5g}" for value in values)])
+        csv.writer(text := io.StringIO()).writerows(rows)
+        return text.getvalue()
+
 
 def _y_range(chart: Chart) -> tuple[float, float]:
     """All curves' ends and most of their middles; the first steep epochs may leave the frame."""
     drawn = [s for s in chart.series if s.points]
     framed = [s for s in drawn if not s.diverged] or drawn
-    values = sorted(p[1] for s in framed for p in s.points if not chart.log or p[1] > 0)
+    shown = [p[1] for s in framed for p in s.points] + [s.paper for s in drawn if s.paper is not None]
+    values = sorted(value for value in shown if not chart.log or value > 0)
     if not values:
         return (0.1, 1.0) if chart.log else (0.0, 1.0)
     if chart.log:
         low, high = values[0], values[-1]
         return (low / 1.15, high * 1.15) if high / low > 1.05 else (low / 1.2, high * 1.2)
-    ends = max(s.points[-1][1] for s in framed)
+    ends = max(value for s in framed for value in (s.points[-1][1], s.paper) if value is not None)
     high = max(values[math.ceil(0.93 * len(values)) - 1], ends)
     low = values[0]
     pad = 0.08 * (high - low) or 0.1 * abs(high) or 1.0
@@ -135,11 +150,17 @@ def svg(chart: Chart, *, standalone: bool = False, id: str = "chart") -> str:
         x, mean, *_ = s.points[-1]
         parts.append(f'<circle cx="{fx(x)}" cy="{fy(mean)}" r="2.6" style="fill:{color}"/></g>')
     parts.append("</g>")
+    right = _WIDTH - _RIGHT + 1
+    for s in chart.series:
+        if s.paper is not None and s.points:
+            note = f"<title>{escape(s.label)} in the paper: {_number(s.paper)}</title>"
+            look = f'class="series paper" data-slot="{s.slot}" style="fill:var(--s{s.slot % 6})"'
+            parts.append(f'<path {look} d="M{right} {fy(s.paper)}l10 -5v10z">{note}</path>')
     summary = "; ".join(f"{s.label} ends at {_number(s.points[-1][1])}" for s in chart.series if s.points)
     aria = f'role="img" aria-label="{escape(f"{chart.title}, {chart.axis} by epoch: {summary}", quote=True)}"'
     if standalone:
         rows = _legend_rows(chart.series)
-        total = _HEIGHT + 18 * len(rows) + 26
+        total = _HEIGHT + 18 * (len(rows) // 2) + 26
         head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 -22 {_WIDTH} {total}" width="{_WIDTH}" {aria}>'
         title = f'<text class="title" x="{_LEFT}" y="-6">{escape(chart.title)}</text>'
         back = '<rect class="page" y="-22" width="100%" height="100%"/>'
@@ -173,12 +194,16 @@ def _stroke(slot: int) -> str:
     return (f' stroke-dasharray="{dash}"' if dash else "") + f' style="stroke:var(--s{slot % 6})"'
 
 
-def _legend_rows(series: Iterable[Series]) -> list[str]:
+def _legend_rows(series: Sequence[Series]) -> list[str]:
     rows = []
     for i, s in enumerate(series):
         y = _HEIGHT + 14 + 18 * i
         rows.append(f'<polyline points="{_LEFT},{y - 4} {_LEFT + 28},{y - 4}"{_stroke(s.slot)}/>')
         rows.append(f'<text x="{_LEFT + 36}" y="{y}">{escape(s.label)}</text>')
+    if any(s.paper is not None for s in series):
+        y = _HEIGHT + 14 + 9 * len(rows)
+        rows.append(f'<path class="mark" d="M{_LEFT + 16} {y - 4}l10 -5v10z"/>')
+        rows.append(f'<text x="{_LEFT + 36}" y="{y}">the paper’s final number</text>')
     return rows
 
 
@@ -189,6 +214,7 @@ def _style() -> str:
 
     shapes = (
         "text{font:12px system-ui,sans-serif;fill:var(--text)}.title{font-weight:600}.page{fill:var(--page)}"
+        ".mark{fill:var(--text)}"
         "polyline{fill:none;stroke-width:2;stroke-linejoin:round}.grid{stroke:var(--grid)}.axis{stroke:var(--text)}"
     )
     dark = theme(DARK, "#c9d1d9", "#30363d", "#0d1117")
@@ -201,7 +227,7 @@ def png(chart: Chart) -> bytes:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.4, 4.2))
-    axes = figure.add_axes((0.12, 0.12, 0.86, 0.8))
+    axes = figure.add_axes((0.12, 0.12, 0.85, 0.8))
     if chart.log:
         axes.set_yscale("log")
     low, high = _y_range(chart)
@@ -217,6 +243,8 @@ def png(chart: Chart) -> bytes:
         style = (0, tuple(float(d) for d in dash.split())) if dash else "-"
         axes.plot(x, mean, color=LIGHT[s.slot % 6], linestyle=style, linewidth=1.7, label=s.label)
         axes.fill_between(x, least, most, color=LIGHT[s.slot % 6], alpha=0.13, linewidth=0)
+        if s.paper is not None:
+            axes.plot(1.012, s.paper, "<", color=LIGHT[s.slot % 6], transform=axes.get_yaxis_transform(), clip_on=False)
     axes.set(title=chart.title, xlabel="epoch", ylabel=chart.axis)
     axes.grid(axis="y", color="#e3e7ec")
     axes.spines[["top", "right", "left"]].set_visible(False)

@@ -9,11 +9,12 @@ from dataclasses import replace
 from html import escape
 from importlib import resources
 from string import Template
+from urllib.parse import quote
 
 from normmatters.lab.paper import EXPERIMENTS, Experiment, Panel
 from normmatters.lab.report.collect import METRICS, Collection, Result, Run, describe, differences
 from normmatters.lab.report.figures import DARK, LIGHT, Chart, Series, legend_key, svg
-from normmatters.lab.report.judge import MARKS, Verdict
+from normmatters.lab.report.judge import MARKS, Kind, Verdict
 
 __all__ = ["charts", "experiments_of", "page", "slots"]
 
@@ -23,14 +24,23 @@ _DARK_PAGE = (
     "--good:#56d68a; --good-bg:#12301f; --bad:#ff8f85; --bad-bg:#3b1715; --open:#aab4bf; --open-bg:#21262d; "
     "--note:#eac54f; --note-bg:#2b2410;"
 )
+_RULES = (
+    "± is a 95 % interval by Student’s t over seeds, paired where both cells have the same seeds. A claim holds or "
+    "fails only if its whole interval does. With fewer than three seeds it stays open, unless the loss is not finite "
+    "or the closest runs are apart by ten standard errors of the validation set. Margins stay those of the first rules."
+)
+_EMBEDDED = (
+    "<b>Small networks on embedded data.</b> These runs take minutes and show how each experiment works. They cannot "
+    "show every effect of the paper; <code>--preset cifar</code> has its own data and regime."
+)
 
 
 def page(collection: Collection, verdicts: Sequence[Verdict], not_run: str = "", command: str = "") -> str:
-    """The whole report as one HTML string; ``not_run`` stands below the claims."""
+    """The whole report as one HTML string: figures first, then everything else, folded."""
     sections = experiments_of(collection)
-    links = ['<li><a href="#summary">Summary</a></li>']
-    links += [f'<li><a href="#{escape(e.name)}">{escape(e.title)}{_score(e, verdicts)}</a></li>' for e in sections]
-    body = [_summary(sections, verdicts, not_run), *(_section(e, collection, verdicts) for e in sections)]
+    links = [f'<li><a href="#{escape(e.name)}">{escape(e.title)}{_score(e, verdicts)}</a></li>' for e in sections]
+    body = [*(_section(e, collection, verdicts) for e in sections), _claims(sections, verdicts, not_run)]
+    links.append('<li><a href="#claims">All claims</a></li>')
     if collection.unfinished:
         body.append(_unfinished(collection.unfinished))
         links.append('<li><a href="#unfinished">Not finished</a></li>')
@@ -41,12 +51,18 @@ def page(collection: Collection, verdicts: Sequence[Verdict], not_run: str = "",
         light=_slots(LIGHT),
         dark_page=_DARK_PAGE + _slots(DARK),
         toc="\n".join(links),
-        lead="Every figure and table of “Norm matters: efficient and accurate normalization schemes in deep networks” "
-        "(Hoffer, Banner, Golan, Soudry, 2018), redrawn from the runs in this folder, the paper’s number beside ours.",
+        lead="The figures and tables of “Norm matters” (Hoffer, Banner, Golan, Soudry, 2018), drawn from these runs. "
+        "◀ marks the paper’s final number.",
+        tally=_tally(verdicts),
         facts="\n".join(f"<li>{escape(k)} <b>{escape(v)}</b></li>" for k, v in facts(collection).items()),
+        notice=f'<p class="note">{_EMBEDDED}</p>' if _embedded(collection) else "",
         body="\n".join(body),
         footer=_footer(command),
     )
+
+
+def _embedded(collection: Collection) -> bool:
+    return any(run.config["data"]["name"] in ("digits", "numbers") for run in collection.runs)
 
 
 def facts(collection: Collection) -> dict[str, str]:
@@ -97,7 +113,7 @@ def charts(experiment: Experiment, collection: Collection) -> list[tuple[Panel, 
         metric = METRICS[panel.metric]
         curves = {(panel.metric, name) for name in panel.cells if name in results}
         series = tuple(
-            Series(r.cell.label, tuple(r.curve(panel.metric)), slot, r.diverged)
+            Series(r.cell.label, tuple(r.curve(panel.metric)), slot, r.diverged, _papers_end(r, panel.metric))
             for slot, name in enumerate(panel.cells)
             if (r := results.get(name)) is not None
         )
@@ -107,6 +123,14 @@ def charts(experiment: Experiment, collection: Collection) -> list[tuple[Panel, 
             found.append((panel, chart))
             drawn |= curves
     return found
+
+
+def _papers_end(result: Result, metric: str) -> float | None:
+    """The paper's final number in the units of this metric, where it has one."""
+    paper = result.cell.paper
+    if paper.value is None or paper.metric != ("accuracy" if metric == "error" else metric):
+        return None
+    return 100 - paper.value if metric == "error" else paper.value
 
 
 def _stand_in(panel: Panel, results: Sequence[Result]) -> str:
@@ -132,13 +156,26 @@ def _score(experiment: Experiment, verdicts: Sequence[Verdict]) -> str:
     return f' <span class="score">{" ".join(marks)}</span>' if marks else ""
 
 
-def _summary(sections: Sequence[Experiment], verdicts: Sequence[Verdict], not_run: str) -> str:
+def _tally(verdicts: Sequence[Verdict]) -> str:
     count = Counter(v.verdict for v in verdicts)
-    tally = (
-        f'<div class="holds"><b>{count["holds"]}</b>claims hold here</div>'
-        f'<div class="fails"><b>{count["fails"]}</b>do not</div>'
-        f'<div class="open"><b>{count["open"]}</b>cannot be told from these runs</div>'
-    )
+    words: dict[Kind, str] = {"holds": "hold", "fails": "do not", "open": "open"}
+    chips = (f'<a class="chip {kind}" href="#claims">{count[kind]} {word}</a>' for kind, word in words.items())
+    return f'<p class="badges">Claims: {" ".join(chips)}</p>' if verdicts else ""
+
+
+def _badges(verdicts: Sequence[Verdict], name: str) -> str:
+    """A small badge per claim that is decided, and one for all that are open."""
+    decided = [v for v in verdicts if v.verdict != "open"]
+    chips = [
+        f'<li class="chip {v.verdict}" title="{escape(v.measured)}">{v.mark} {escape(v.text)}</li>' for v in decided
+    ]
+    if left := len(verdicts) - len(decided):
+        chips.append(f'<li class="chip open"><a href="#{escape(name)}-claims">{left} open</a></li>')
+    return f'<ul class="badges">{"".join(chips)}</ul>' if chips else ""
+
+
+def _claims(sections: Sequence[Experiment], verdicts: Sequence[Verdict], not_run: str) -> str:
+    """Every claim with its rule, folded."""
     rows = []
     for e in sections:
         own = [v for v in verdicts if v.claim.experiment == e.name]
@@ -146,18 +183,11 @@ def _summary(sections: Sequence[Experiment], verdicts: Sequence[Verdict], not_ru
             link = f'<a href="#{escape(e.name)}">{escape(e.title)} · {escape(e.topic)}</a>'
             rows.append(f'<tr class="group"><td colspan="4">{link}</td></tr>')
             rows += [_claim_row(v) for v in own]
-    rule = (
-        "A claim is judged by the rule beside it. Noise is two standard errors: over seeds where there are three or "
-        "more, else that of a validation set of its size; of BLEU and perplexity the deviation of two seeds stands for "
-        "it, and of one seed's it is not known. "
-        "A difference is real beyond the noise. Two are alike within their margin, however large the noise; "
-        "beyond it by less than the noise is left open. "
-        "Networks are called as in the paper; where another one stood in, its section says so."
-    )
     table = f'<table class="stack claims">{_CLAIM_HEAD}<tbody>{"".join(rows)}</tbody></table>' if rows else ""
-    head = f'<h2>Does it hold?{_anchor("summary")}</h2><div class="tally">{tally}</div>'
     rest = f'<p class="shows dim">{_code(not_run)}</p>' if not_run else ""
-    return f'<section id="summary">{head}<p class="shows dim">{rule}</p>{table}{rest}</section>'
+    body = f'<p class="shows dim">{_RULES}</p>{table}{rest}'
+    folded = f"<details><summary>The table, and how a claim is judged</summary>{body}</details>"
+    return f'<section id="claims"><h2>All claims{_anchor("claims")}</h2>{folded}</section>'
 
 
 _CLAIM_HEAD = "<thead><tr><th>Claim</th><th>Verdict</th><th>Measured</th><th>Rule</th></tr></thead>"
@@ -165,7 +195,7 @@ _CLAIM_HEAD = "<thead><tr><th>Claim</th><th>Verdict</th><th>Measured</th><th>Rul
 
 def _claim_row(v: Verdict) -> str:
     return (
-        f'<tr><td>{escape(v.claim.text)} <span class="dim">({v.claim.check})</span></td>'
+        f'<tr><td>{escape(v.text)} <span class="dim">({v.claim.check})</span>{_sub(v.caveats)}</td>'
         f'<td class="verdict"><span class="chip {v.verdict}">{_WORDS[v.verdict]}</span></td>'
         f'<td class="measured">{escape(v.measured)}</td><td class="rule dim">{escape(v.claim.rule_text)}</td></tr>'
     )
@@ -176,19 +206,21 @@ def _anchor(name: str) -> str:
 
 
 def _section(e: Experiment, collection: Collection, verdicts: Sequence[Verdict]) -> str:
+    """Figures and badges in sight; numbers, claims and settings folded."""
     results = collection.of(e.name)
+    own = [v for v in verdicts if v.claim.experiment == e.name]
+    panels, numbers = _panels(e, collection), _differences(results) + _table(e, results)
     parts = [
         f'<section id="{escape(e.name)}"><h2><small>{escape(e.title)}</small>{escape(e.topic)}{_anchor(e.name)}</h2>'
     ]
     if e.shows:
         parts.append(f'<p class="shows"><b>The paper.</b> {_code(e.shows)}</p>')
-    parts += [_differences(results), _panels(e, collection), _table(e, results)]
-    own = [v for v in verdicts if v.claim.experiment == e.name]
+    parts += [panels, _badges(own, e.name)]
+    parts.append(f"<details{'' if panels else ' open'}><summary>Numbers</summary>{numbers}</details>")
     if own:
-        parts.append(f'<details open><summary>Claims</summary><table class="stack claims">{_CLAIM_HEAD}<tbody>')
-        parts += [*(_claim_row(v) for v in own), "</tbody></table></details>"]
-    parts += [_regimes(results), "</section>"]
-    return "".join(parts)
+        table = f'<table class="stack claims">{_CLAIM_HEAD}<tbody>{"".join(map(_claim_row, own))}</tbody></table>'
+        parts.append(f'<details id="{escape(e.name)}-claims"><summary>Claims</summary>{table}</details>')
+    return "".join([*parts, _regimes(results), "</section>"])
 
 
 def _code(text: str) -> str:
@@ -201,7 +233,7 @@ def _differences(results: dict[str, Result]) -> str:
         return ""
     found: dict[str, list[str]] = {}
     for what, here, paper in differences(results.values()):
-        found.setdefault(what, []).append(f"{here} instead of {paper}")
+        found.setdefault(what, []).extend([f"{here} instead of {paper}"] if here else [])
     seeds = sorted({len(r.done) for r in results.values()} - {0})
     seed_text = "no finished run yet"
     if seeds:
@@ -211,7 +243,8 @@ def _differences(results: dict[str, Result]) -> str:
     if not found:
         return f'<div class="note plain"><b>The paper’s own setting</b>, {seed_text}.</div>'
     items = "".join(
-        f"<li>{escape(what.capitalize())}: {escape('; '.join(texts))}</li>" for what, texts in found.items()
+        f"<li>{escape(what.capitalize() if texts else what)}{escape(': ' * bool(texts) + '; '.join(texts))}</li>"
+        for what, texts in found.items()
     )
     return f'<div class="note"><b>Not the paper’s setting</b>: {seed_text}.<ul>{items}</ul></div>'
 
@@ -222,11 +255,15 @@ def _panels(e: Experiment, collection: Collection) -> str:
         return ""
     shared = len({tuple((s.label, s.slot) for s in chart.series) for _, chart in drawn}) == 1
     figures = []
-    for i, (_, chart) in enumerate(drawn):
+    for i, (panel, chart) in enumerate(drawn):
+        name = f"{e.name}-{i}"
+        data = f"data:text/csv;charset=utf-8,{quote(chart.csv())}"
+        link = f'<a download="{escape(name)}.csv" href="{data}">CSV</a>'
+        drawing = f"<figcaption>{escape(chart.title)}</figcaption>{svg(chart, id=name)}"
         legend = "" if shared else _legend(chart)
-        group = "" if shared else " data-group"
-        drawing = f"<figcaption>{escape(chart.title)}</figcaption>{svg(chart, id=f'{e.name}-{i}')}"
-        figures.append(f"<figure{group}>{drawing}{legend}</figure>")
+        whose = "In the published runs: " if panel.see and _embedded(collection) else ""
+        see = f'<p class="see">{whose}{escape(panel.see)} {link}</p>'
+        figures.append(f"<figure{'' if shared else ' data-group'}>{drawing}{legend}{see}</figure>")
     if shared:  # beside an odd panel there is room for the one legend; else it goes below the panels
         figures.append(_legend(drawn[0][1], "beside" if len(drawn) % 2 else "below"))
     return f'<div class="panels"{" data-group" if shared else ""}>{"".join(figures)}</div>'
@@ -248,7 +285,7 @@ def _table(e: Experiment, results: dict[str, Result]) -> str:
     theirs = {r.cell.paper.setting for r in rows.values()}
     ours = {name: _setting(r) for name, r in rows.items()}
     ours_once, theirs_once = len(set(ours.values())) == 1, len(theirs) == 1
-    columns = ("Seconds an epoch", "Peak memory") if costs else ("Paper", "Here")
+    columns = ("Seconds per epoch", "Peak memory") if costs else ("Paper", "Here")
     subs = ("", "") if costs else (next(iter(theirs)) if theirs_once else "", "")
     if ours_once and rows:
         subs = (subs[0], next(iter(ours.values())))
@@ -307,7 +344,7 @@ def _regimes(results: dict[str, Result]) -> str:
             next(iter(values.values())) if same else "; ".join(f"{label}: {value}" for label, value in values.items())
         )
         rows.append(f"<tr><td>{escape(key.capitalize())}</td><td>{escape(text)}</td></tr>")
-    return f'<details><summary>Regime</summary><div class="scroll"><table>{"".join(rows)}</table></div></details>'
+    return f'<details><summary>Settings</summary><div class="scroll"><table>{"".join(rows)}</table></div></details>'
 
 
 def _special(r: Result) -> dict[str, str]:
@@ -324,7 +361,7 @@ def _unfinished(runs: Sequence[Run]) -> str:
     items = []
     for run in runs:
         reason = str(
-            (run.error or {}).get("message") or f"stopped after {len(run.metrics)} epochs; the same command goes on"
+            (run.error or {}).get("message") or f"stopped after {len(run.metrics)} epochs; the same command resumes it"
         )
         items.append(f"<li><b>{escape(run.cell_id)}, seed {run.seed}</b>: <code>{escape(reason)}</code></li>")
     head = f'<section id="unfinished"><h2>Not finished{_anchor("unfinished")}</h2>'
@@ -333,5 +370,5 @@ def _unfinished(runs: Sequence[Run]) -> str:
 
 def _footer(command: str) -> str:
     made = f"<p>Made by</p><pre><code>{escape(command)}</code></pre>" if command else ""
-    text = "A band around a line spans the seeds; a dot ends it."
+    text = "A band around a line spans the seeds; a dot ends it; ◀ is the paper’s final number."
     return f"{made}<p>normmatters on Python {platform.python_version()}. {text}</p>"

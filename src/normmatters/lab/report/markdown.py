@@ -24,14 +24,14 @@ def markdown(collection: Collection, verdicts: Sequence[Verdict], not_run: str =
     ]
     if verdicts:
         lines += ["| | Claim | Measured | Rule |", "|---|---|---|---|"]
-        lines += [row(v.mark, f"{v.claim.text} ({v.claim.check})", v.measured, v.claim.rule_text) for v in verdicts]
+        lines += [row(v.mark, f"{v.text} ({v.claim.check})", v.measured, v.claim.rule_text) for v in verdicts]
     lines += ["", not_run] if not_run else []
     for e in experiments_of(collection):
         results = collection.of(e.name)
         lines += ["", f"## {e.title}: {e.topic}", ""]
         changed = differences(results.values())
         if changed:
-            text = "; ".join(f"{what}: {here} instead of {paper}" for what, here, paper in changed)
+            text = "; ".join(f"{what}: {here} instead of {paper}" if here else what for what, here, paper in changed)
             lines += [f"Not the paper's setting. {text}.", ""]
         for i, (panel, _) in enumerate(charts(e, collection)):
             lines += [f"![{e.title}: {panel.title}](figures/{quote(e.name)}-{i}.svg)", ""]
@@ -52,7 +52,11 @@ def _result(result: Result) -> str:
 
 def row(*cells: str) -> str:
     """One line of a table."""
-    return "| " + " | ".join(_one_line(c).replace("|", "\\|") for c in cells) + " |"
+    return (
+        "|"
+        + "|".join(f" {text} ".replace("  ", " ") for c in cells for text in [_one_line(c).replace("|", "\\|")])
+        + "|"
+    )
 
 
 def _one_line(text: str) -> str:

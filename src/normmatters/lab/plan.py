@@ -1,0 +1,145 @@
+"""Which runs an experiment takes, in order, each with its config and folder. Nothing runs here, nothing is printed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from normmatters.lab import config as _config
+from normmatters.lab.config import TEXT, RunConfig, run_path
+from normmatters.lab.experiments import check_data, check_preset, load_cell, load_cells
+from normmatters.lab.report.collect import published_file, read_published
+from normmatters.lab.run_folder import RunFolder, read_metrics
+
+__all__ = ["PlannedRun", "make_plan"]
+
+State = Literal["waiting", "running", "done", "failed", "skipped"]
+
+
+@dataclass
+class PlannedRun:
+    """One run of a plan, and how far it is. ``needs`` is the folder of the run whose norms it follows."""
+
+    id: str
+    config: RunConfig
+    folder: Path
+    needs: Path | None = None
+    state: State = "waiting"
+    reason: str = ""
+    published: Path | None = None  # the file that stands for it where it is done and has no folder
+
+    @property
+    def seed(self) -> int:
+        return self.config.seed
+
+    @property
+    def epochs(self) -> int:
+        return self.config.optim.epochs
+
+    def progress(self) -> tuple[int, dict[str, Any]]:
+        """The epochs done so far, and the last one's metrics."""
+        rows = read_metrics(self.folder / "metrics.jsonl")
+        return len(rows), rows[-1] if rows else {}
+
+
+def make_plan(
+    experiments: Iterable[str],
+    preset: str,
+    out: str | Path,
+    *,
+    seeds: int = 1,
+    overrides: Iterable[str] = (),
+    data: str | None = None,
+    published: str | Path | None = None,
+) -> list[PlannedRun]:
+    """All runs of the experiments (or cells: ``fig1/wd_on``), each once, those that others need first.
+
+    Finished ones are marked ``done``, and so are those that ``publish`` has written below ``published``, unless a run
+    that is still to be made needs their recorded norms, which are not published. ``data`` replaces the set of images
+    (or of text) by another one of its kind. A folder or file of a run of other settings is an error: nothing is
+    overwritten and nothing is mixed.
+    """
+    if seeds < 1:
+        raise ValueError(f"seeds must be at least 1, got {seeds}")
+    check_preset(preset)
+    if data is not None:
+        check_data(data)
+    experiments, out, overrides = list(experiments), Path(out), list(overrides)
+    for name in experiments:
+        if "/" in name and preset not in (only := load_cell(name).only):
+            raise ValueError(f"{name} is not run at the preset {preset}: try {', '.join(only)}")
+    wanted = list(dict.fromkeys(cell.source for cell in load_cells(experiments) if preset in cell.only))
+    if not wanted:
+        raise ValueError(f"no cell of {', '.join(experiments)} is run at the preset {preset}: try short, cifar or full")
+    runs: dict[Path, PlannedRun] = {}
+
+    def add(id: str, seed: int, needed_by: tuple[str, ...] = ()) -> PlannedRun:
+        if id in needed_by:
+            raise ValueError(f"optim.reference: {id} would wait for itself ({' -> '.join((*needed_by, id))})")
+        config = load_cell(id).config(preset, seed, overrides)
+        if config.seed != seed and seeds > 1:
+            raise ValueError(f"seed={config.seed} leaves one run of each cell, not {seeds}: give it with --seeds 1")
+        if data is not None and (data in TEXT) == (config.data.name in TEXT):
+            config = _config.apply_overrides(config, [f"data.name={data}", "data.dir=null"])
+        needs = None
+        if config.optim.reference is not None:
+            reference = load_cell(f"{config.experiment}/{config.optim.reference}").source
+            other, form = add(reference, seed, (*needed_by, id)), config.optim.correction
+            if (record := other.config.runtime.record) not in ("step", form):  # not when the reference has been trained
+                problem = f"{id} needs the norms of every {form} of {reference}, whose runtime.record is {record!r}"
+                raise ValueError(f"{problem}: try --set runtime.record={form}")
+            needs = other.folder
+        folder = run_path(out, config)
+        run = runs.setdefault(folder, PlannedRun(id, config, folder, needs))
+        if run.id != id:
+            raise ValueError(f"{run.id} and {id} would both run in {folder}: leave experiment and cell as they are")
+        return run
+
+    for seed in range(seeds):  # one seed of everything before the next: a stopped plan leaves whole figures
+        for id in wanted:
+            add(id, seed)
+    plan = list(runs.values())
+    if data is not None and all((data in TEXT) != (run.config.data.name in TEXT) for run in plan):
+        kind = "text" if data in TEXT else "images"
+        raise ValueError(f"data: {data!r} is {kind}, which no cell of {', '.join(experiments)} is trained on")
+    for run in plan:
+        _check_folder(run)
+    if published is not None:
+        _skip_published(plan, Path(published))
+    return plan
+
+
+def _check_folder(run: PlannedRun) -> None:
+    """Mark a run that has ended; refuse a folder of another one."""
+    file, folder = run.folder / "config.json", RunFolder(run.folder)
+    if not file.exists():
+        return
+    try:
+        there = _config.from_dict(json.loads(file.read_text(encoding="utf-8")), str(file))
+    except ValueError as error:
+        problem = f"holds a run that cannot be read ({error})"
+        raise ValueError(f"{run.folder}: {problem}; remove it or choose another --out") from None
+    if differs := _config.differences(there, run.config):
+        if folder.has_results():
+            problem = f"holds a run of other settings ({', '.join(differs)})"
+            raise ValueError(f"{run.folder}: {problem}; remove it or choose another --out")
+    elif folder.ended():
+        run.state = "done"
+
+
+def _skip_published(plan: list[PlannedRun], results: Path) -> None:
+    waiting = [run for run in plan if run.state == "waiting"]
+    for run in waiting:
+        file = published_file(results, run.config)
+        if not file.exists():
+            continue
+        if differs := _config.differences(read_published(file).settings, run.config):
+            raise ValueError(f"{file}: a published run of other settings ({', '.join(differs)}); leave it out")
+        run.published = file
+    needed = {run.needs for run in waiting if run.published is None}
+    for run in waiting:
+        if run.published is not None and run.folder not in needed:
+            run.state = "done"

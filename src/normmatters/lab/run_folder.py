@@ -1,0 +1,186 @@
+"""A run's folder: what was run (config, environment), what came out (metrics, norms, summary), or why it ended.
+
+config.json       the run's config                     environment.json   versions, device, commit
+metrics.jsonl     one line per epoch                   norms.safetensors  the recorder's norms
+checkpoints/      the last states                      summary.json       written last: the run is finished
+error.json        the reason, where it ended early     tensorboard/       where asked for
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import platform
+import shutil
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock, Timeout
+
+import normmatters
+from normmatters.lab.config import RunConfig, config_hash, differences, from_dict, to_json
+from normmatters.lab.files import RunError, read_json, write_atomic, write_error
+from normmatters.provenance import commit, device_name
+
+_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # of a file system without them, such as Lustre often is
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """``status``: "finished" or "nan"; ``metrics``: the last epoch's and the summary's numbers."""
+
+    status: str
+    run_dir: Path
+    metrics: dict[str, Any] = field(default_factory=dict)
+    message: str = ""
+
+
+def describe_error(error: Exception) -> dict[str, str]:
+    """The ``kind`` and the ``message`` of what ended a run."""
+    if isinstance(error, RunError):
+        return {"kind": error.kind, "message": str(error)}
+    if isinstance(error, ValueError | torch.OutOfMemoryError):
+        return {"kind": "config" if isinstance(error, ValueError) else "memory", "message": str(error)}
+    return {"kind": "exception", "message": f"{type(error).__name__}: {error}"}
+
+
+class RunFolder:
+    """One run's folder, locked while it is open, so that no second process writes to it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self.metrics = path / "metrics.jsonl"
+        self._lock = FileLock(path / ".lock", timeout=0, thread_local=False, fallback_to_soft=False)
+        self._started = False  # until then what the folder holds is an earlier run's
+
+    def __enter__(self) -> RunFolder:
+        try:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            self._lock.acquire()
+        except Timeout:
+            raise RunError("busy", f"{self.path}: another process is running this run") from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise write_error(error, Path(error.filename or self._lock.lock_file)) from error
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()  # the system does so for a process that was killed
+
+    def check(self, config: RunConfig) -> None:
+        """Refuse a folder that holds another run, unless that one has not trained for an epoch: it is cleared then."""
+        existing = self.path / "config.json"
+        if not existing.is_file():
+            return
+        try:
+            old = from_dict(json.loads(existing.read_text(encoding="utf-8")), str(existing))
+        except ValueError as error:
+            raise RunError("other_run", f"{existing} cannot be read ({error}); choose another folder") from None
+        if config_hash(old) == config_hash(config):
+            return
+        if self.has_results():
+            raise RunError(
+                "other_run",
+                f"{self.path} holds another run ({', '.join(differences(old, config))}): "
+                "choose another folder, or throw it away (--fresh, resume=False)",
+            )
+        self.clear()
+
+    def has_results(self) -> bool:
+        """Whether a run has anything to lose: an epoch, a checkpoint, or how it ended. Missing data leave nothing."""
+        diverged = (read_json(self.path / "error.json") or {}).get("kind") == "nan"
+        files = [self.metrics, self.path / "summary.json", *self.checkpoints.glob("*.pt")]
+        return diverged or any(file.is_file() and file.stat().st_size for file in files)
+
+    def clear(self) -> None:
+        """Throw away what the folder holds of a run. How it ended goes first: half of it must not look finished."""
+        if not (self.path / "config.json").is_file():
+            return  # no run has been here, and what lies here is somebody's
+        for name in ("summary.json", "error.json", "metrics.jsonl", "norms.safetensors", "tokenizer.json"):
+            (self.path / name).unlink(missing_ok=True)
+        for item in (*self.checkpoints.glob("epoch-*.pt"), *self.checkpoints.glob("epoch-*.sha256")):
+            item.unlink()
+        shutil.rmtree(self.path / "tensorboard", ignore_errors=True)
+
+    def start(self, config: RunConfig, device: torch.device) -> None:
+        """Write what is run."""
+        self._started = True
+        for folder in (self.path, self.checkpoints):
+            for stray in folder.glob(".*.[0-9]*.tmp"):  # of a process that was killed while it wrote
+                stray.unlink(missing_ok=True)
+        (self.path / "error.json").unlink(missing_ok=True)
+        write_atomic(self.path / "config.json", to_json(config).encode())
+        write_atomic(self.path / "environment.json", _json(environment(device)))
+
+    def ended(self) -> RunResult | None:
+        """The result of a run that finished, or that ended with NaN (it would again)."""
+        summary = read_json(self.path / "summary.json")
+        if summary is not None:
+            return RunResult("finished", self.path, summary)
+        error = read_json(self.path / "error.json")
+        if error is not None and error.get("kind") == "nan":
+            return RunResult("nan", self.path, error.get("metrics", {}), error.get("message", ""))
+        return None
+
+    def append(self, row: dict[str, Any]) -> None:
+        try:
+            with self.metrics.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+        except OSError as error:
+            raise write_error(error, self.metrics) from error
+
+    def rewrite(self, rows: list[dict[str, Any]]) -> None:
+        """Replace the metrics by those of the checkpoint from which the run continues."""
+        write_atomic(self.metrics, "".join(json.dumps(r) + "\n" for r in rows).encode())
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        (self.path / "error.json").unlink(missing_ok=True)
+        write_atomic(self.path / "summary.json", _json(summary))
+
+    def fail(self, kind: str, message: str, **details: Any) -> None:
+        """Write why the run ended; where even that cannot be written, the caller's error says it."""
+        if not self._started:
+            return
+        with contextlib.suppress(RunError):
+            write_atomic(self.path / "error.json", _json({"kind": kind, "message": message, **details}))
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The epochs of a ``metrics.jsonl``, none where there is no file; what follows a damaged line is left out."""
+    rows: list[dict[str, Any]] = []
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        try:
+            row = json.loads(line)
+        except ValueError:  # the line that was being written when the run was killed
+            break
+        if not isinstance(row, dict) or not isinstance(row.get("epoch"), int):
+            break
+        rows.append(row)
+    return rows
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Versions and hardware that a result should be read with."""
+    about: dict[str, Any] = {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "normmatters": normmatters.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "platform": platform.platform(),
+        "device": device_name(device),
+        "threads": torch.get_num_threads(),
+        "world_size": int(os.environ.get("WORLD_SIZE", "1")),
+        "commit": commit(),
+    }
+    return about
+
+
+def _json(value: dict[str, Any]) -> bytes:
+    return (json.dumps(value, indent=2) + "\n").encode()

@@ -1,0 +1,601 @@
+"""What the optimizers share, read from the top:
+
+- numbers in parameter groups: reading and checking them (`check_number`, `normalize_numbers`, `host_value`, …);
+- `Members`: the parameters of a group that step now, beside their gradients and states, and `sgd_`, SGD's step on them;
+- `WeightDecayFree`: base class of the two weight-decay-free optimizers;
+- `OptimizerWrapper`: base class of the optimizers around another optimizer;
+- `exponents`: how steps and states of known optimizers scale with the length of a weight.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from numbers import Real
+from operator import attrgetter, itemgetter
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn, optim
+from torch.optim import Optimizer
+from torch.optim.sgd import sgd
+
+from normmatters.kernels.cpu.optimizer_rows import momentum_step_, why_not_step
+
+Group = dict[str, Any]
+Loss = TypeVar("Loss")
+Scalar = TypeVar("Scalar", float, Tensor)
+
+_LAYOUT, _DTYPE = attrgetter("layout"), attrgetter("dtype")
+_PLACE = attrgetter("device", "dtype", "__class__")  # shards (DTensors) do not step together with whole tensors
+
+
+def parameter_label(group_index: int, group: Group, index: int) -> str:
+    """``"'conv1.weight' (parameter 0 of group 1, shape (8, 1, 3, 3))"``: names a parameter in an error message."""
+    place = f"parameter {index} of group {group_index}, shape {tuple(group['params'][index].shape)}"
+    names = group.get("param_names")
+    return f"'{names[index]}' ({place})" if names else place
+
+
+def evaluate(closure: Callable[[], Loss] | None) -> Loss | None:
+    """The loss of a step's ``closure``, which evaluates the model again; None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
+def host_value(value: float | Tensor) -> float:
+    """A number that may be in a tensor, as a Python float (waits for the tensor's device)."""
+    return value.item() if isinstance(value, Tensor) else value
+
+
+def on_host(value: float | Tensor) -> bool:
+    """Whether the number can be read without waiting for a device."""
+    return not isinstance(value, Tensor) or value.device.type == "cpu"
+
+
+def whole(x: Tensor) -> Tensor:
+    """``x``; the whole tensor where ``x`` is in shards over processes (a DTensor)."""
+    return x.full_tensor() if hasattr(x, "full_tensor") else x  # type: ignore[no-any-return]
+
+
+def check_number(name: str, value: float | Tensor, below: float = math.inf) -> None:
+    """Raise unless ``value`` is a real number (or a one-element tensor of it) in [0, below). Reads no device."""
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ValueError(f"{name} must be a number or a tensor of one element, got shape {tuple(value.shape)}")
+        if not on_host(value):
+            return
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, int | float | Real):  # NumPy's are of the last kind
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+    if not 0 <= value < below:
+        bound = ">= 0 and finite" if below == math.inf else f"in [0, {below:g})"
+        raise ValueError(f"{name} must be {bound}, got {value}")
+
+
+def normalize_numbers(group: Group) -> None:
+    """Make NumPy's numbers Python's: PyTorch takes both for doubles, but 1 − ηλ with a NumPy float32 is a float32.
+
+    A tensor of one element becomes a view without dimensions, so that what the user fills into his own is seen here.
+    """
+    for name in ("lr", "momentum", "weight_decay", "angle", "eps"):
+        value = group.get(name)
+        if isinstance(value, Tensor) and value.ndim and value.numel() == 1:
+            group[name] = value.view(())
+        if isinstance(value, Real) and not isinstance(value, int | float):
+            group[name] = float(value)
+
+
+def check_dense_gradients(index: int, group: Group) -> None:
+    """Raise on a sparse gradient, naming its parameter."""
+    for i, p in enumerate(group["params"]):
+        if p.grad is not None and p.grad.layout != torch.strided:
+            raise ValueError(
+                f"{parameter_label(index, group, i)} has a {p.grad.layout} gradient; a direction needs the whole "
+                "vector, so only dense gradients are supported"
+            )
+
+
+def check_own_groups(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """In ``__setstate__``: raise on parameter groups that another kind of optimizer saved."""
+    if "defaults" in state:  # unpickled, so all of it belongs to one optimizer
+        return
+    for index, (own, group) in enumerate(zip(optimizer.param_groups, state["param_groups"])):
+        # Look only at what its own groups have: torch adds defaults that no group has.
+        missing = [name for name in optimizer.defaults if name in own and name not in group]
+        if missing:
+            raise ValueError(
+                f"not a state of {type(optimizer).__name__}: its group {index} has no {', '.join(missing)}. To "
+                "continue with another optimizer than before, load the model alone"
+            )
+
+
+@contextmanager
+def loading(optimizer: Optimizer, finish: Callable[[dict[str, Any]], None]) -> Iterator[None]:
+    """While ``torch.optim`` loads: call ``finish`` with the state, after the user's pre-hooks and before post-hooks."""
+    state: dict[str, Any] = {}
+    handles = (
+        optimizer.register_load_state_dict_pre_hook(lambda _, hooked: state.update(hooked)),
+        optimizer.register_load_state_dict_post_hook(lambda _: finish(state), prepend=True),
+    )
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def is_capturing() -> bool:
+    """Whether the current CUDA stream is being captured into a graph."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+# Kinds of device where SGD's fused kernel is taken by default; on others it is the native kernel, where there is one.
+FUSED_ON = {"cuda"}
+
+
+class Members(NamedTuple):
+    """The parameters of a group that step now, with their gradients and states side by side."""
+
+    params: list[Tensor]
+    grads: list[Tensor]
+    states: list[dict[str, Any]]
+
+    @classmethod
+    def of(cls, optimizer: Optimizer, index: int) -> Members:
+        """The members of group ``index`` that have gradients; raises on a sparse gradient, naming its parameter.
+
+        In few passes: on a GPU the host easily takes longer for a step than the device.
+        """
+        group, state = optimizer.param_groups[index], optimizer.state
+        params, grads = [*group["params"]], [p.grad for p in group["params"]]
+        if type(None) in map(type, grads):
+            params = [p for p, grad in zip(params, grads) if grad is not None]
+            grads = [grad for grad in grads if grad is not None]
+        if {*map(_LAYOUT, grads)} - {torch.strided}:
+            check_dense_gradients(index, group)
+        return cls(params, grads, [state[p] for p in params])
+
+    def by_kind(self) -> list[Members]:
+        """Parts of one class each: multi-tensor operations do not take shards (DTensors) beside whole tensors."""
+        kinds = dict.fromkeys(map(type, self.params))
+        if len(kinds) <= 1:
+            return [self]
+        parts = [[member for member in zip(*self) if type(member[0]) is kind] for kind in kinds]
+        return [Members(*map(list, zip(*part))) for part in parts]
+
+    def momentum_buffers(self) -> list[Tensor]:
+        """One buffer per parameter, first of zeros: the first step gives μ·0 + ∇L = ∇L, PyTorch's first buffer."""
+        try:
+            return [*map(itemgetter("momentum_buffer"), self.states)]
+        except KeyError:
+            for p, state in zip(self.params, self.states):
+                if "momentum_buffer" not in state:
+                    state["momentum_buffer"] = torch.zeros_like(p)
+        return [*map(itemgetter("momentum_buffer"), self.states)]
+
+    def use_fused(self, group: Group) -> bool:
+        """The group's own choice, or else whether PyTorch's fused kernel, the fastest, takes these tensors."""
+        if group.get("fused") is not None or group["foreach"] is not None:
+            return bool(group.get("fused"))
+        if not self.params or self.params[0].device.type not in FUSED_ON or not self.in_one_place():
+            return False
+        if type(self.params[0]) not in (Tensor, nn.Parameter):  # there is no such kernel for shards (DTensors)
+            return False
+        lists = [self.params, self.grads, *([self.momentum_buffers()] if group["momentum"] != 0 else [])]
+        if len({*map(_DTYPE, lists[-1])} | {self.params[0].dtype}) > 1:  # the parameters were cast since
+            return False
+        if all(all(map(Tensor.is_contiguous, tensors)) for tensors in lists):
+            return True
+        # The kernel refuses tensors that are not strided alike, or have gaps. A new buffer has no gaps, so where all
+        # three strides agree there are none.
+        strides = zip(*(map(Tensor.stride, tensors) for tensors in lists))
+        doubtful = [i for i, three in enumerate(strides) if len(lists) < 3 or three.count(three[0]) < 3]
+        return all(_strided_alike(*(tensors[i] for tensors in lists)) for i in doubtful)
+
+    def use_native(self, group: Group) -> bool:
+        """Whether the native CPU kernel takes these tensors, where the group names no implementation."""
+        if group.get("fused") is not None or group["foreach"] is not None or not self.params:
+            return False
+        device = self.params[0].device.type
+        if device != "cpu" or device in FUSED_ON:
+            return False
+        return not why_not_step(self.params, self.grads, self.momentum_buffers() if group["momentum"] != 0 else [])
+
+    def in_one_place(self) -> bool:
+        """Whether all tensors are of one device and one real dtype, as one call of the fused kernel needs."""
+        dtypes = {*map(_DTYPE, self.params), *map(_DTYPE, self.grads)}
+        devices = {*map(Tensor.get_device, self.params)}
+        return len(dtypes) == len(devices) == 1 and dtypes.pop().is_floating_point
+
+
+def _strided_alike(*tensors: Tensor) -> bool:
+    """Whether all are contiguous, or all channels_last."""
+    formats = (torch.contiguous_format, torch.channels_last)
+    return any(all(x.is_contiguous(memory_format=f) for x in tensors) for f in formats)
+
+
+def sgd_(group: Group, members: Members, lr: float | Tensor | None = None, weight_decay: float | None = None) -> None:
+    """``torch.optim.SGD``'s own step, with the group's ``lr`` and ``weight_decay`` unless others are given.
+
+    The host does not read a tensor given as ``lr``, so a CUDA graph may capture the step. Where the group names neither
+    ``foreach`` nor ``fused``, the fused kernel is taken where it can be.
+    """
+    if lr is None:
+        lr = group["lr"] if group["capturable"] else host_value(group["lr"])
+    if weight_decay is None:
+        weight_decay = group["weight_decay"] or 0.0
+    params, grads, _ = members
+    if not params:
+        return
+    if len(parts := members.by_kind()) > 1:
+        for part in parts:
+            sgd_(group, part, lr, weight_decay)
+        return
+    momentum, nesterov, sign = group["momentum"], group["nesterov"], -1.0 if group["maximize"] else 1.0
+    buffers = members.momentum_buffers() if momentum != 0 else []
+    if not isinstance(lr, Tensor):
+        options = {
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "lr": lr,
+            "dampening": 0.0,
+            "nesterov": nesterov,
+            "maximize": group["maximize"],
+        }
+        fused = members.use_fused(group)
+        if members.use_native(group):
+            # b ← μb + g′ with g′ = sign·∇L + λw, and the weight moves by −η times b, g′ + μb or g′.
+            reach = 1 + momentum if nesterov else 1.0
+            of_weight = (-lr * reach * weight_decay, -lr * momentum ** (2 if nesterov else 1), -lr * reach * sign)
+            momentum_step_(params, grads, buffers, of_weight, (weight_decay, momentum, sign))
+            return
+        if fused and (not group.get("fused") or members.in_one_place()):
+            # What PyTorch's `sgd` ends in, without sorting the tensors by device and dtype.
+            torch._fused_sgd_(params, grads, buffers, **options, is_first_step=False)
+            return
+        if nesterov and weight_decay == 0 and not fused:
+            grads = list(torch._foreach_mul(grads, 1))  # a copy: PyTorch would add into p.grad itself
+        unused = [None] * len(params)
+        sgd(params, grads, list(buffers) or unused, **options, foreach=group["foreach"], fused=fused or None)  # type: ignore[arg-type]
+        return
+    updates = list(torch._foreach_mul(params, weight_decay))
+    torch._foreach_add_(updates, grads, alpha=sign)
+    if momentum != 0:
+        torch._foreach_mul_(buffers, momentum)
+        torch._foreach_add_(buffers, updates)
+        if nesterov:
+            torch._foreach_add_(updates, buffers, alpha=momentum)
+        else:
+            updates = buffers
+    if params[0].dtype in (torch.float32, torch.float64):  # where foreach is fast; half precision would round it
+        lr = lr.to(params[0].dtype)
+    torch._foreach_sub_(params, torch._foreach_mul(updates, lr))
+
+
+def multiply_(xs: list[Tensor], factor: float | Tensor) -> None:
+    """xs ← factor · xs."""
+    torch._foreach_mul_(xs, factor.to(xs[0].dtype) if isinstance(factor, Tensor) else factor)
+
+
+def add_(xs: list[Tensor], ys: list[Tensor], factor: float | Tensor) -> None:
+    """xs ← xs + factor · ys. A tensor is multiplied in first, because the host would have to read it as ``alpha``."""
+    if isinstance(factor, Tensor):
+        torch._foreach_add_(xs, torch._foreach_mul(ys, factor.to(xs[0].dtype)))
+    else:
+        torch._foreach_add_(xs, ys, alpha=factor)
+
+
+# α is held below this, early enough that BN's eps and fp16 gradients, which depend on the norm, hardly notice.
+RESCALE_AT = 16.0
+# A rescaling divides w by this. It is so little that batch norm's running statistics, which are of earlier weights,
+# still fit. After a division by 16, evaluation would be wrong for some 50 steps.
+_RESCALE_BY = 1.01
+# |cos(w, ∇L)| above which a weight is refused as not scale invariant; BN's eps and fp16 noise stay well below.
+INVARIANCE_TOLERANCE = 1e-2
+
+
+def rescale_factor(alpha: Scalar) -> Scalar:
+    """The factor that brings α back below RESCALE_AT; 1 while it is there."""
+    factor = RESCALE_AT / _RESCALE_BY / alpha
+    if isinstance(factor, Tensor):
+        return torch.where(alpha >= RESCALE_AT, factor, 1.0)
+    return 1.0 if alpha < RESCALE_AT else factor
+
+
+def rates(group: Group, read: bool = False) -> tuple[Any, Any]:
+    """(η, λ) of a group; ``read`` brings tensors to the host. Tensors are in double: in float32 1 − ηλ is rough."""
+    values = (value.double() if isinstance(value, Tensor) else value for value in (group["lr"], group["weight_decay"]))
+    lr, weight_decay = map(host_value, values) if read else values
+    return lr, weight_decay
+
+
+class WeightDecayFree(Optimizer):
+    """Base class: α in the state of each parameter, checks before each step, and parameters with equal α together.
+
+    A step of a subclass is: `_gather`, then for each cohort its equation, `rescale_factor` and `_store`.
+    """
+
+    # Numbers in the state of a parameter, with their first values.
+    _scalars: tuple[tuple[str, float], ...] = (("alpha", 1.0),)
+    # Numbers of a group, each with the bound that it must stay below.
+    _numbers: Mapping[str, float] = {}
+
+    def _check_group(self, index: int, group: Group, decay: float) -> None:
+        """Raise if the group's settings do not fit together; ``decay`` is lr · weight_decay, or 0 on a device."""
+        raise TypeError(f"{type(self).__name__} defines no checks")
+
+    def _acting_lr(self, index: int, weight: Tensor) -> float | Tensor:
+        """What multiplies the next update of ``weight``, of group ``index``: lr and what replaces the decay."""
+        raise TypeError(f"{type(self).__name__} defines no learning rate")
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        try:
+            index, group = len(self.param_groups) - 1, self.param_groups[-1]
+            self._check_group(index, group, self._checked_decay(group))
+            for i, p in enumerate(group["params"] if group["weight_decay_free"] else ()):
+                if p.is_complex():
+                    label = parameter_label(index, group, i)
+                    raise ValueError(f"{label} is complex: only real weights have a weight-decay-free form here")
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+
+    def _checked_decay(self, group: Group) -> float:
+        """lr · weight_decay, or 0 where only a device knows it; raises on numbers that are out of range."""
+        normalize_numbers(group)
+        for name, bound in self._numbers.items():
+            check_number(name, group[name], bound)
+        lr, weight_decay = group["lr"], group["weight_decay"]
+        return host_value(lr) * host_value(weight_decay) if on_host(lr) and on_host(weight_decay) else 0.0
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        check_own_groups(self, state)
+        super().__setstate__(state)
+
+    def _gather(self) -> tuple[list[tuple[Group, Members]], list[tuple[Group, Members]]]:
+        """What steps now: (ordinary groups, cohorts of weight-decay-free groups).
+
+        Everything that can be refused is refused here, before the first parameter changes.
+        """
+        capturing = is_capturing()
+        decays = [*map(self._checked_decay, self.param_groups)]
+        for index, group in enumerate(self.param_groups):
+            self._check_group(index, group, decays[index])
+        ordinary, free = [], []
+        for index, group in enumerate(self.param_groups):
+            if capturing and not group["capturable"]:
+                raise ValueError(f"group {index} is captured into a CUDA graph: pass capturable=True")
+            members = Members.of(self, index)
+            if not group["weight_decay_free"]:
+                ordinary.append((group, members))
+                continue
+            if group["capturable"]:
+                self._check_capturable(index, group)
+            if group["check_invariance"] and not capturing and not all("alpha" in state for state in members.states):
+                self._check_invariance(index, group)
+            free.append((group, members))
+        return ordinary, [(group, cohort) for group, members in free for cohort in self._cohorts(group, members)]
+
+    def _check_invariance(self, index: int, group: Group) -> None:
+        """A scale-invariant weight has ⟨w, ∇L⟩ = 0; looked at once, in the parameter's first step."""
+        for i, p in enumerate(group["params"]):
+            if p.grad is None or "alpha" in self.state[p]:
+                continue
+            label = parameter_label(index, group, i)
+            if p.ndim < 2:
+                # Its cosine may be 0 by chance: BN's γ at β = 0, followed by another BN, is invariant for one step.
+                raise ValueError(
+                    f"{label} is a vector: biases and affine parameters are not scale invariant, put them in a group "
+                    "with weight_decay_free=False (or pass check_invariance=False if you know better)"
+                )
+            w, g = p.detach().double(), p.grad.double()
+            # Of shards, item() gives the part of this process only, and shards of unequal size cannot be flattened.
+            inner, norm, grad_norm = (whole(x).item() for x in ((w * g).sum(), w.norm(), g.norm()))
+            if norm == 0:
+                raise ValueError(
+                    f"{label} is all zero, so it has no direction to keep: put it in a group with "
+                    "weight_decay_free=False"
+                )
+            if abs(inner) > INVARIANCE_TOLERANCE * norm * grad_norm:
+                raise ValueError(
+                    f"{label} is not scale invariant: the cosine between it and its gradient is "
+                    f"{inner / (norm * grad_norm):.3g}, expected 0 (at most {INVARIANCE_TOLERANCE:g}). Put it in a "
+                    "group with weight_decay_free=False, where weight_decay is applied as usual"
+                )
+
+    def _check_capturable(self, index: int, group: Group) -> None:
+        """Captured scalars are shared by the whole cohort, so its parameters must step together."""
+        alphas = [self.state.get(p, {}).get("alpha") for p in group["params"]]
+        stepping = {id(a) for p, a in zip(group["params"], alphas) if p.grad is not None and isinstance(a, Tensor)}
+        for i, p in enumerate(group["params"]):
+            if p.dtype not in (torch.float32, torch.float64):
+                label = parameter_label(index, group, i)
+                raise ValueError(f"capturable=True needs float32 or float64 parameters, {label} is {p.dtype}")
+            if p.grad is None and id(alphas[i]) in stepping:
+                raise ValueError(
+                    f"{parameter_label(index, group, i)} has no gradient in a step in which its group has: with "
+                    "capturable=True give it a group of its own"
+                )
+
+    def _cohorts(self, group: Group, members: Members) -> list[Members]:
+        """The members split by device, dtype, class and history: those with equal α step together.
+
+        In a step without its gradient, ``torch.optim`` does not decay a parameter; its α then differs from the others'.
+        """
+        capturable = group["capturable"]
+        one_by_one = group["foreach"] is False and not capturable
+        if not one_by_one and self._is_one_cohort(capturable, members):
+            return [members]
+        shared: dict[Any, dict[str, Tensor]] = {}
+        cohorts: dict[Any, Members] = {}
+        for p, grad, state in zip(*members):
+            if isinstance(state.get("alpha"), Tensor) != capturable or "alpha" not in state:
+                self._place_scalars(group, p, shared)
+            history = id(state["alpha"]) if capturable else tuple(state[name] for name, _ in self._scalars)
+            key = p if one_by_one else (_PLACE(p), history)
+            cohort = cohorts.setdefault(key, Members([], [], []))
+            cohort.params.append(p)
+            cohort.grads.append(grad)
+            cohort.states.append(state)
+        return list(cohorts.values())
+
+    def _is_one_cohort(self, capturable: bool, members: Members) -> bool:
+        """Whether all members step together, as in nearly every step; by `map`, because a loop takes long."""
+        if not members.params or not all("alpha" in state for state in members.states):
+            return False
+        alphas = [*map(itemgetter("alpha"), members.states)]
+        if isinstance(alphas[0], Tensor) != capturable:
+            return False
+        histories = map(id, alphas) if capturable else map(itemgetter(*(n for n, _ in self._scalars)), members.states)
+        return len({*histories}) == 1 and len({*map(_PLACE, members.params)}) == 1
+
+    def _store(self, group: Group, cohort: Members, values: tuple[Any, ...]) -> None:
+        """Write a cohort's new scalars; tensors (shared by the cohort) in place, so that a graph finds them again."""
+        named = {name: value for (name, _), value in zip(self._scalars, values)}
+        if not group["capturable"]:
+            for state in cohort.states:
+                state.update(named)
+            return
+        for name, value in named.items():
+            cohort.states[0][name].copy_(value)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in ``torch.optim``; α stays in double and captured scalars stay shared, bit for bit."""
+        with loading(self, self._load_scalars):
+            super().load_state_dict(state_dict)
+
+    def _load_scalars(self, state_dict: dict[str, Any]) -> None:
+        saved_state = state_dict["state"]
+        for group, saved_group in zip(self.param_groups, state_dict["param_groups"]):
+            shared: dict[Any, dict[str, Tensor]] = {}
+            for p, key in zip(group["params"], saved_group["params"]):
+                if "alpha" in (saved := saved_state.get(key, {})):
+                    self.state[p].update((name, saved[name]) for name, _ in self._scalars)
+                    self._place_scalars(group, p, shared)
+
+    def _place_scalars(self, group: Group, p: Tensor, shared: dict[Any, dict[str, Tensor]]) -> None:
+        """Put the scalars of ``p`` where its group has them: on the host, or in tensors that equal parameters share."""
+        values = {name: host_value(self.state[p].get(name, start)) for name, start in self._scalars}
+        if not group["capturable"]:
+            self.state[p].update(values)
+            return
+        key = *_PLACE(p), *values.values()
+        if key not in shared:
+            shared[key] = {n: torch.full((), v, dtype=torch.float64, device=p.device) for n, v in values.items()}
+        self.state[p].update(shared[key])
+
+
+class OptimizerWrapper(Optimizer):
+    """Base class of an optimizer around an optimizer, which torch's schedulers, `GradScaler` and hooks accept.
+
+    Shares the wrapped optimizer's parameter groups and state and adds one key to its `state_dict`. Subclasses define
+    `step`, and `_own_state`, `_check_own_state` and `_load_own_state` for what they add.
+    """
+
+    optimizer: Optimizer
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        self.optimizer = optimizer
+        # The base class's __init__ would make parameter groups of its own. Its __setstate__ makes the rest: hooks.
+        super().__setstate__({})
+
+    # Properties, because the wrapped optimizer replaces these objects in load_state_dict.
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.optimizer.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        return self.optimizer.defaults
+
+    def __getstate__(self) -> dict[str, Any]:
+        # As in torch.optim, copies have no hooks. Nor do they have the `step` of a scheduler, which steps this object.
+        return {k: v for k, v in self.__dict__.items() if k != "step" and not k.startswith("_optimizer_")}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.optimizer!r})"
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self.optimizer.add_param_group(param_group)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        return self.optimizer.step(closure)
+
+    def _own_state(self) -> dict[str, Any]:
+        return {}
+
+    def _check_own_state(self, state: dict[str, Any]) -> None:
+        """Raise on a state that does not fit; nothing has been loaded yet."""
+
+    def _load_own_state(self, state: dict[str, Any]) -> None:
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's `state_dict` with one more key, this class's name. Hooks as in ``torch.optim``."""
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        state = self.optimizer.state_dict() | {type(self).__name__: self._own_state()}
+        for after in self._optimizer_state_dict_post_hooks.values():
+            changed = after(self, state)
+            state = state if changed is None else changed
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        key, state_dict = type(self).__name__, state_dict.copy()
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        if key not in state_dict:
+            raise ValueError(
+                f"not a state of {key}: it has {sorted(state_dict)}; load a plain one into the optimizer before it is "
+                "wrapped"
+            )
+        self._check_own_state(state_dict[key])
+        self.optimizer.load_state_dict({k: v for k, v in state_dict.items() if k != key})  # which checks it first
+        self._load_own_state(state_dict[key])
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+
+# How steps and states scale when a normalized weight is multiplied by a. Then ∇L(a·w) = ∇L(w)/a (F1). SGD's step is the
+# gradient, so it turns the weight by η/‖w‖². Adam divides the gradient by its own size, so it turns it by η/‖w‖. In the
+# states, gradients scale as a⁻¹ and squared gradients as a⁻².
+_ADAM = {"exp_avg": -1.0, "exp_avg_sq": -2.0, "max_exp_avg_sq": -2.0}
+_EXPONENTS: tuple[tuple[type[Optimizer], float, Mapping[str, float]], ...] = (
+    (optim.SGD, 2.0, {"momentum_buffer": -1.0}),
+    (optim.Adam, 1.0, _ADAM),
+    (optim.AdamW, 1.0, _ADAM),
+    (optim.NAdam, 1.0, _ADAM | {"mu_product": 0.0}),
+    (optim.Adagrad, 1.0, {"sum": -2.0}),
+    (optim.RMSprop, 1.0, {"square_avg": -2.0, "grad_avg": -1.0, "momentum_buffer": 0.0}),
+)
+
+
+def innermost(optimizer: Optimizer) -> Optimizer:
+    """The optimizer inside any wrappers that hold theirs as `.optimizer`."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = inner
+    return optimizer
+
+
+def exponents(optimizer: Optimizer) -> tuple[float, Mapping[str, float]] | None:
+    """(k, powers): the effective step size is η/‖w‖ᵏ, and state ``name`` scales as a to ``powers[name]``.
+
+    `None` for an optimizer that is not in the table.
+    """
+    inner = innermost(optimizer)
+    return next(((k, powers) for kind, k, powers in _EXPONENTS if isinstance(inner, kind)), None)

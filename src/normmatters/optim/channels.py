@@ -1,0 +1,576 @@
+"""Channel arithmetic: norms, angles, rotation and rescaling of the channels of weights.
+
+A *channel* is one slice of a weight along its channel dimension ``dim``: ``w[c]`` for a convolution or a linear layer
+(``dim=0``), ``w[:, c]`` for a transposed convolution (``dim=1``), the whole tensor for ``dim=None``.
+
+The file goes from one weight to many:
+
+1. the equations for one weight (`channel_norms`, `effective_step_size`, `angular_update`, `rotate_channel_`);
+2. how a user names weights (`named_weights`), and `Channels`, the channels of many weights side by side in one row;
+3. one call for many weights (`ChannelRotator`, `ChannelMeter`, `ChannelScaler`), by the backend that `BACKENDS` names.
+"""
+
+from __future__ import annotations
+
+import abc
+import importlib
+from collections.abc import Iterable, Mapping
+from itertools import chain
+from operator import attrgetter
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from normmatters.kernels.backends import TRITON_MISSING
+from normmatters.kernels.operators import on_device
+from normmatters.norm import compute_dtype
+from normmatters.probe import plain_name
+
+__all__ = ["Channels", "Named", "TestedChannels", "angular_update", "channel_norms", "effective_step_size"]
+
+
+def _reduced(ndim: int, dim: int | None) -> tuple[int, ...]:
+    """The dimensions that a channel's norm sums over."""
+    if dim is None:
+        return tuple(range(ndim))
+    if not isinstance(dim, int) or not -ndim <= dim < ndim:
+        raise ValueError(f"dim must lie in [{-ndim}, {ndim}) for a weight with {ndim} dimensions, got {dim}")
+    return tuple(d for d in range(ndim) if d != dim % ndim)
+
+
+def channel_norms(w: Tensor, dim: int | None = 0, *, out: Tensor | None = None) -> Tensor:
+    """L2 norm of every channel of `w`, accumulated in float32 (float64 for a float64 weight).
+
+    Args:
+        w: a weight of any shape.
+        dim: its channel dimension; `None` takes the whole tensor as one channel.
+
+    Returns:
+        `[w.shape[dim]]`, or `[1]` for `dim=None`.
+
+    >>> channel_norms(torch.tensor([[3.0, 4.0], [0.0, 2.0]]))
+    tensor([5., 2.])
+    """
+    reduced = _reduced(w.ndim, dim)
+    if dim is None:
+        w, dim, reduced = w.unsqueeze(0), 0, tuple(range(1, w.ndim + 1))
+    dtype = compute_dtype(w.dtype)
+    if out is not None and reduced and out.device == w.device and out.dtype == dtype:
+        torch.linalg.vector_norm(w, dim=reduced, dtype=dtype, out=out)
+        return out
+    # The channels of a vector are its elements; vector_norm does not take an empty list of dimensions for that.
+    norms = torch.linalg.vector_norm(w, dim=reduced, dtype=dtype) if reduced else w.abs().to(dtype)
+    return norms if out is None else out.copy_(norms)
+
+
+def shaped(row: Tensor, w: Tensor, dim: int | None) -> Tensor:
+    """`row` `[channels]` as a view that broadcasts against `w`; `dim` may count from the end."""
+    return row.view([-1 if d == dim % w.ndim else 1 for d in range(w.ndim)] if dim is not None else [1] * w.ndim)
+
+
+def effective_step_size(w: Tensor, lr: float | Tensor, dim: int | None = 0, *, exponent: float = 2.0) -> Tensor:
+    """Effective step size η/‖w‖² of every channel: how far a gradient step turns a scale-invariant weight (F2).
+
+    Args:
+        w: a weight of any shape.
+        lr: learning rate η.
+        dim: channel dimension; `None` for the whole layer.
+        exponent: 2 for SGD. Adam divides by the gradient's size, so its step turns the weight by η/‖w‖: exponent 1.
+
+    Returns:
+        `[channels]`; `inf` for a channel of norm zero.
+
+    >>> effective_step_size(torch.tensor([[3.0, 4.0], [0.0, 2.0]]), lr=0.1)
+    tensor([0.0040, 0.0250])
+    """
+    return lr / channel_norms(w.detach(), dim) ** exponent
+
+
+def half_angle_tangent(a: Tensor, b: Tensor, d: Tensor) -> Tensor:
+    """tan(θ/2) of the angle θ between two vectors from their lengths `a`, `b` and distance `d`; nan where one is 0.
+
+    tan²(θ/2) = (d² − (a−b)²)/((a+b)² − d²). In factors it keeps its digits at the tiny angles of one training step,
+    where the arc cosine of a float32 dot product is noise. For that, a and b must be of nearly the same size.
+    """
+    difference, total = a - b, a + b
+    opposite = ((d - difference) * (d + difference)).clamp_(min=0)
+    adjacent = ((total - d) * (total + d)).clamp_(min=0)
+    return (opposite / adjacent).sqrt_()
+
+
+def angular_update(before: Tensor, after: Tensor, dim: int | None = 0) -> Tensor:
+    """Angle in radians by which every channel turned from `before` to `after`; for plain SGD tan θ = η‖∇L(ŵ)‖/‖w‖².
+
+    Args:
+        before, after: the same weight at two moments, one shape.
+        dim: channel dimension; `None` for the whole layer.
+
+    Returns:
+        `[channels]`, in [0, π]; nan where either channel has norm zero.
+
+    >>> angular_update(torch.tensor([[1.0, 0.0]]), torch.tensor([[1.0, 1.0]]))
+    tensor([0.7854])
+    """
+    if before.shape != after.shape:
+        raise ValueError(f"before and after must have one shape, got {tuple(before.shape)} and {tuple(after.shape)}")
+    # Kahan's form on unit vectors: no digit is lost at small angles, nor where the norm changes much.
+    one, two = (
+        w.detach().to(compute_dtype(w.dtype)) / shaped(channel_norms(w.detach(), dim), w, dim) for w in (before, after)
+    )
+    return 2 * torch.atan2(channel_norms(two - one, dim), channel_norms(two + one, dim))
+
+
+def rotate_channel_(
+    weight: Tensor, direction: Tensor, grad: Tensor, norm: Tensor, angle: float | Tensor, dim: int | None = 0
+) -> None:
+    """Turn every channel w of ``weight`` by ``angle`` away from its channel d of ``direction``, in place.
+
+    w ← ρ(cos θ·ŵ − sin θ·d̂⊥), where d⊥ = d − ⟨d, ŵ⟩ŵ. The angle and the new norm ρ are exact. A channel without a
+    gradient, or with a direction parallel to w, does not turn. A channel that is 0 (pruned since its norm was taken)
+    has no direction and stays 0.
+
+    Args:
+        weight, direction, grad: one shape.
+        norm: ρ of every channel, `[weight.shape[dim]]`, or `[1]` for ``dim=None``.
+        angle: θ in radians, a number or a 0-dim tensor.
+        dim: channel dimension; None takes the whole tensor as one channel.
+
+    >>> w = torch.tensor([[1.0, 0.0]])
+    >>> rotate_channel_(w, torch.tensor([[5.0, 5.0]]), torch.ones(1, 2), torch.ones(1), 0.5235988)
+    >>> w
+    tensor([[ 0.8660, -0.5000]])
+    """
+    dims, dtype = _reduced(weight.ndim, dim), compute_dtype(weight.dtype)
+    w, d, rho = weight.to(dtype), direction.to(dtype), shaped(norm.to(dtype), weight, dim)
+    length = torch.linalg.vector_norm(w, dim=dims, keepdim=True)
+    pruned = length.square() == 0
+    length, rho = torch.where(pruned, 1.0, length), torch.where(pruned, 0.0, rho)
+    along = (w * d).sum(dims, keepdim=True) / length.square()
+    # Subtract first, square then: ‖d‖² − ⟨d, ŵ⟩² would lose the digits of a direction that is nearly parallel to w.
+    perpendicular = d - along * w
+    size = torch.linalg.vector_norm(perpendicular, dim=dims, keepdim=True)
+    rounding = 16 * torch.finfo(dtype).eps * torch.linalg.vector_norm(d, dim=dims, keepdim=True)
+    turns = (grad != 0).any(dims, keepdim=True) & (size > rounding)
+    theta = torch.where(turns, torch.as_tensor(angle, dtype=dtype, device=weight.device), 0.0)
+    size = torch.where(turns, size, 1.0)
+    weight.copy_(theta.cos() * (rho / length) * w - theta.sin() * (rho / size) * perpendicular)
+
+
+@runtime_checkable
+class TestedChannels(Protocol):
+    """What `scale_invariant_parameters` returns: names, parameters and the channel dimensions that the test found."""
+
+    @property
+    def dims(self) -> Mapping[str, int | None]: ...
+    def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]: ...
+
+
+Named = nn.Module | TestedChannels | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+"""The ways to name weights."""
+
+
+def check_pairs(pairs: Iterable[object]) -> None:
+    """Raise on anything but (name, tensor)."""
+    for pair in pairs:
+        if not (
+            isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) and isinstance(pair[1], Tensor)
+        ):
+            kinds = [type(part).__name__ for part in pair] if isinstance(pair, tuple) else []
+            got = f"({', '.join(kinds)})" if kinds else type(pair).__name__
+            raise TypeError(f"expected (name, tensor) pairs, as model.named_parameters() gives, got {got}")
+
+
+def named_weights(
+    source: Named, dims: Mapping[str, int | None] | None = None
+) -> tuple[dict[str, Tensor], dict[str, int | None]]:
+    """Name → weight and name → channel dimension of what the user passed.
+
+    A module gives all its weights of two or more dimensions, with `dim=1` for transposed convolutions. ``dims``
+    overrides.
+    """
+    known: dict[str, int | None] = {}
+    pairs: list[tuple[str, Tensor]]
+    if isinstance(source, nn.Module):
+        pairs = [(n, p) for n, p in source.named_parameters() if p.ndim >= 2]
+        # All parameters below a transposed convolution: a weight that is computed has its parameters deeper.
+        transposed = (m for m in source.modules() if isinstance(m, nn.modules.conv._ConvTransposeNd))
+        theirs = {id(p) for m in transposed for p in m.parameters()}
+        known = {plain_name(n): 1 for n, p in pairs if id(p) in theirs}
+    elif isinstance(source, TestedChannels):
+        pairs, known = [*source.named_parameters()], dict(source.dims)
+    elif isinstance(source, Tensor | str) or not isinstance(source, Iterable):
+        raise TypeError(f"expected a module, a mapping or (name, tensor) pairs, got {type(source).__name__}")
+    else:
+        pairs = [*(source.items() if isinstance(source, Mapping) else source)]
+    check_pairs(pairs)
+    named: dict[str, Tensor] = {}
+    for name, weight in pairs:
+        if (name := plain_name(name)) in named:
+            raise ValueError(f"the name {name!r} appears twice")
+        named[name] = weight
+    if not named:
+        raise ValueError("no weights to work on: the model or the mapping has none")
+    if unknown := set(dims or ()) - set(named):
+        raise ValueError(f"dims names weights that are not here: {sorted(unknown)}")
+    known |= dims or {}
+    return named, {n: known.get(n, 0 if w.ndim >= 2 else None) for n, w in named.items()}
+
+
+class Channels:
+    """The channels of many weights, side by side in one row of `total` numbers.
+
+    Args:
+        named: name → weight.
+        dims: name → channel dimension, `None` for the whole tensor.
+    """
+
+    def __init__(self, named: Mapping[str, Tensor], dims: Mapping[str, int | None]) -> None:
+        for name, w in named.items():
+            if hasattr(w, "full_tensor"):  # a DTensor; importing its class takes long
+                raise TypeError(f"{name!r} must be a whole weight, got shards over several processes (fully_shard)")
+            if not w.is_floating_point() or w.numel() == 0:
+                raise ValueError(f"{name!r} must be a non-empty floating-point tensor, got {tuple(w.shape)} {w.dtype}")
+            try:
+                _reduced(w.ndim, dims[name])
+            except ValueError as error:
+                raise ValueError(f"{name!r}: {error}") from None
+        self.names = list(named)
+        self.weights = [named[n] for n in self.names]
+        self.dims = [None if (d := dims[n]) is None else d % named[n].ndim for n in self.names]
+        self.sizes = [1 if d is None else w.shape[d] for w, d in zip(self.weights, self.dims)]
+        self.total = sum(self.sizes)
+        self.device = self.weights[0].device
+        self.dtype = max((compute_dtype(w.dtype) for w in self.weights), key=lambda t: t.itemsize)
+
+    def new_row(self) -> Tensor:
+        """`[total]` zeros on the device of the weights."""
+        return torch.zeros(self.total, dtype=self.dtype, device=self.device)
+
+    def split(self, row: Tensor) -> dict[str, Tensor]:
+        """Name → view `[..., channels]` of ``row`` `[..., total]`."""
+        return dict(zip(self.names, row.split(self.sizes, dim=-1)))
+
+    def norms(self) -> Tensor:
+        """`[total]`, the norm of every channel, without a host sync."""
+        row = self.new_row()
+        for w, dim, out in zip(self.weights, self.dims, row.split(self.sizes)):
+            channel_norms(w.detach(), dim, out=out)
+        return row
+
+    def broadcast(self, row: Tensor) -> list[Tensor]:
+        """Views of `row` that broadcast against the weights."""
+        parts = zip(self.weights, self.dims, row.split(self.sizes))
+        return [shaped(part, w, dim).to(w.device) for w, dim, part in parts]
+
+    def check_nonzero(self, row: Tensor, what: str) -> None:
+        """Raise where `row` holds a norm that is zero or not finite: there is no direction."""
+        for name, part in self.split(row).items():
+            bad = (~(part > 0) | part.isinf()).nonzero()
+            if len(bad):
+                raise ValueError(
+                    f"{what} of channel {int(bad[0, -1])} of {name!r} must be positive and finite, "
+                    f"got {part[tuple(bad[0])].item()}: a weight of norm zero has no direction"
+                )
+
+    def groups(self, optimizer: Optimizer) -> list[int]:
+        """For every weight, the index of the optimizer's parameter group that holds it."""
+        where = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        missing = [n for n, w in zip(self.names, self.weights) if id(w) not in where]
+        if missing:
+            raise ValueError(
+                f"the optimizer does not hold {missing[0]!r} ({len(missing)} of {len(self.names)} missing)"
+            )
+        return [where[id(w)] for w in self.weights]
+
+    def check_norms_are_free(self, optimizer: Optimizer) -> None:
+        """Raise where more than steps moves these norms: weight decay, an angular optimizer, a second name."""
+        first = dict[int, str]()
+        for name, weight, index in zip(self.names, self.weights, self.groups(optimizer)):
+            group = optimizer.param_groups[index]
+            if group.get("angular"):
+                raise ValueError(
+                    f"{name!r} is turned by a fixed angle and keeps its norm: schedule the angle's learning rate "
+                    "instead, or put it in a group with angular=False"
+                )
+            if (group.get("weight_decay") or 0) != 0:
+                raise ValueError(
+                    f"{name!r} must be trained without weight decay here, its group has "
+                    f"weight_decay={group['weight_decay']}: put scale-invariant weights in a group with weight_decay=0 "
+                    "(see split_parameters)"
+                )
+            if (other := first.setdefault(id(weight), name)) != name:
+                raise ValueError(f"{other!r} and {name!r} are one tensor, which would be rescaled twice: name it once")
+
+    def check_norms_stay_free(self, optimizer: Optimizer, groups: Iterable[int]) -> None:
+        """Raise where one of these weights' ``groups`` has weight decay by now: cheap enough for every step."""
+        if any(optimizer.param_groups[index].get("weight_decay") for index in groups):
+            self.check_norms_are_free(optimizer)
+
+
+# The backend on each kind of device: the module with `RotationPlan`, `RowNormsPlan` and `RowScalesPlan`, each of which
+# works on all its weights in one call, and the dtypes that they take. What is not listed, or not laid out in rows, gets
+# the plain PyTorch below.
+BACKENDS: dict[str, str] = {"cpu": "normmatters.kernels.cpu.optimizer_rows"}
+if not TRITON_MISSING:
+    BACKENDS["cuda"] = "normmatters.kernels.triton.rows"
+_DTYPE, _SHAPE = attrgetter("dtype"), attrgetter("shape")
+
+
+def backend_of(device: torch.device) -> Any:
+    """The module of `BACKENDS` for tensors on ``device``."""
+    return importlib.import_module(BACKENDS[device.type])
+
+
+def _are_rows(weight: Tensor, dim: int | None, work: Literal["ROTATED", "MEASURED"], *alike: Tensor) -> bool:
+    """Whether a backend takes the weight: its channels are rows in memory, and ``alike`` are laid out in the same way.
+
+    A backend gets addresses alone, so dtype, device and strides must agree.
+    """
+    if dim != 0 or weight.device.type not in BACKENDS or weight.numel() == 0:
+        return False
+    if hasattr(weight, "full_tensor"):  # a shard (DTensor)
+        return False
+    if any(x.dtype != weight.dtype or x.device != weight.device for x in alike):
+        return False
+    backend = backend_of(weight.device)
+    if weight.dtype not in getattr(backend, work) or weight.numel() > backend.LONGEST_ROW * weight.shape[0]:
+        return False
+    if weight.is_contiguous() and all(x.is_contiguous() for x in alike):
+        return True
+    strides = weight.stride()
+    if any(x.stride() != strides for x in alike):
+        return False
+    # Each slice along dimension 0 must fill one stretch of memory, in any order inside: channels_last is dense too.
+    extent = 1 + sum((n - 1) * s for n, s in zip(weight.shape[1:], strides[1:]))
+    return extent == strides[0] == weight.numel() // weight.shape[0]
+
+
+class Momentum(NamedTuple):
+    """How a buffer b takes in the gradient before its weight turns away from it: b ← decay·b + sign·g.
+
+    In Nesterov's form the weight turns away from decay·b + sign·g.
+    """
+
+    decay: float
+    sign: float = 1.0
+    nesterov: bool = False
+
+    def take_in_(self, buffers: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
+        """The directions; the buffers themselves, or in Nesterov's form new tensors."""
+        torch._foreach_mul_(buffers, self.decay)
+        torch._foreach_add_(buffers, grads, alpha=self.sign)
+        if not self.nesterov:
+            return buffers
+        directions = list(torch._foreach_mul(buffers, self.decay))
+        torch._foreach_add_(directions, grads, alpha=self.sign)
+        return directions
+
+
+class ChannelRotator:
+    """`rotate_channel_` for lists of tensors: one launch for all weights that a backend takes.
+
+    The split into launches is remembered and renewed when a shape, stride, dtype or device changes. It is no state:
+    nothing of it is saved.
+
+    Attributes:
+        plain: indices of the weights that plain PyTorch rotates.
+        launches: (indices, plan) of the others.
+    """
+
+    def __init__(self) -> None:
+        self._layout: Any = None
+        self.launches: list[tuple[list[int], Any]] = []
+        self.plain: list[int] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__()  # type: ignore[misc]
+
+    def __call__(
+        self,
+        weights: list[Tensor],
+        directions: list[Tensor],
+        grads: list[Tensor],
+        norms: list[Tensor],
+        angle: float | Tensor,
+        dim: int | None,
+        momentum: Momentum | None = None,
+    ) -> None:
+        """As in `rotate_channel_`; with ``momentum`` the directions are buffers that take in the gradients first."""
+        lists = (weights, directions, grads)
+        # By `map`: for the many tensors of a model this is most of the host's time for a step.
+        layout = [[*map(read, chain(*lists))] for read in (Tensor.stride, Tensor.get_device, _DTYPE)]
+        layout += [[*map(_SHAPE, weights)], [dim, momentum is not None and (momentum.nesterov,)]]
+        if layout != self._layout:
+            self._plan(*lists, norms, dim, momentum)
+            self._layout = layout
+        if self.plain:
+            ws, ds, gs = ([xs[i] for i in self.plain] for xs in lists)
+            ds = ds if momentum is None else momentum.take_in_(ds, gs)
+            for i, w, d, g in zip(self.plain, ws, ds, gs):
+                rotate_channel_(w, d, g, norms[i], angle, dim)
+        decay, sign = (0.0, 1.0) if momentum is None else momentum[:2]
+        for indices, plan in self.launches:
+            chosen = ([xs[i] for i in indices] for xs in (*lists, norms))
+            with on_device(weights[indices[0]].device):
+                plan(*chosen, angle, decay, sign)
+
+    def _plan(
+        self,
+        weights: list[Tensor],
+        directions: list[Tensor],
+        grads: list[Tensor],
+        norms: list[Tensor],
+        dim: int | None,
+        momentum: Momentum | None,
+    ) -> None:
+        places: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+        self.plain = []
+        for i, (w, d, g, norm) in enumerate(zip(weights, directions, grads, norms)):
+            beside = norm.dtype == compute_dtype(w.dtype) and norm.device == w.device
+            taken = beside and _are_rows(w, dim, "ROTATED", d, g)
+            (places.setdefault((w.device, w.dtype), []) if taken else self.plain).append(i)
+        self.launches = []
+        for (device, _), indices in places.items():
+            backend = backend_of(device)
+            form = backend.GIVEN
+            if momentum is not None:
+                form = backend.NESTEROV if momentum.nesterov else backend.MOMENTUM
+            self.launches.append((indices, backend.RotationPlan([weights[i] for i in indices], form)))
+
+
+class _RowWork(abc.ABC):
+    """One row of numbers for the channels of many weights, and one launch per dtype that a backend takes.
+
+    Subclasses define `_launch_of` the backend and `_plain_work` for the other weights.
+
+    Attributes:
+        row: the numbers, a result or an argument.
+        plain: indices of the weights that plain PyTorch works on.
+        launches: one plan per dtype for the others.
+    """
+
+    def __init__(self, channels: Channels, row: Tensor) -> None:
+        self.row = row
+        self.channels = channels
+        self.plain: list[int] = []
+        self.launches: list[Any] = []
+        self._places: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_places": None, "launches": []}  # a copy makes its own launches
+
+    def _run(self, alike: list[Tensor]) -> None:
+        """``alike``: tensors laid out as the weights, or none."""
+        # A model may be moved or change its memory format; to look is cheaper than to plan every time.
+        places = [[*map(read, self.channels.weights)] for read in (Tensor.data_ptr, Tensor.stride, _DTYPE)]
+        if places != self._places:
+            self._plan(alike)
+            self._places = places
+        if self.plain:
+            self._plain_work(self.plain)
+        if self.launches:
+            with on_device(self.row.device):
+                for launch in self.launches:
+                    launch()
+
+    def _plan(self, alike: list[Tensor]) -> None:
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        self.plain = []
+        for i, (weight, dim) in enumerate(zip(self.channels.weights, self.channels.dims)):
+            taken = (
+                weight.device == self.row.device
+                and self.row.dtype == compute_dtype(weight.dtype)
+                and _are_rows(weight, dim, "MEASURED", *alike[i : i + 1])
+            )
+            (by_dtype.setdefault(weight.dtype, []) if taken else self.plain).append(i)
+        self.launches = [self._launch_of(indices) for indices in by_dtype.values()]
+
+    @abc.abstractmethod
+    def _launch_of(self, indices: list[int]) -> Any: ...
+
+    @abc.abstractmethod
+    def _plain_work(self, indices: list[int]) -> None: ...
+
+
+class ChannelMeter(_RowWork):
+    """Norm of every channel of many weights, and how far it turned since the last reading: one row of numbers.
+
+    Attributes:
+        row: `[total]` norms, with ``angle`` followed by `[total]` tangents of half the angle, tan(θ/2). The arc tangent
+            is left to the reader of the recording, because not every step is looked at.
+        previous: with ``angle`` the weights of the last reading; empty before `start`.
+    """
+
+    def __init__(self, channels: Channels, angle: bool) -> None:
+        total = channels.total
+        row = torch.zeros(total * (2 if angle else 1), dtype=channels.dtype, device=channels.device)
+        super().__init__(channels, row)
+        self.previous: list[Tensor] = []
+        self._angle = angle
+        self._distance = channels.new_row() if angle else row
+
+    def start(self) -> None:
+        """Take the present weights as those of the last reading."""
+        if self._angle:
+            self.previous = [w.detach().clone() for w in self.channels.weights]
+        self._places = None
+
+    @torch.no_grad()
+    def read_(self) -> Tensor:
+        """Measure all channels; returns `row`, which the next reading overwrites. No host sync."""
+        self._run(self.previous)
+        return self.row
+
+    def _launch_of(self, indices: list[int]) -> Any:
+        norms, *tangents = self._parts(self.row)
+        lists = [self.channels.weights, norms, *((self.previous, *tangents) if self._angle else ())]
+        return backend_of(self.row.device).RowNormsPlan(*([xs[i] for i in indices] for xs in lists))
+
+    def _parts(self, row: Tensor) -> list[tuple[Tensor, ...]]:
+        """Views of each weight's numbers, made when needed: those of a pickled copy would be of other memory."""
+        return [part.split(self.channels.sizes) for part in row.split(self.channels.total)]
+
+    def _plain_work(self, indices: list[int]) -> None:
+        weights, dims, norms = self.channels.weights, self.channels.dims, self._parts(self.row)[0]
+        if not self._angle:
+            for i in indices:
+                channel_norms(weights[i], dims[i], out=norms[i])
+            return
+        now, before = [weights[i] for i in indices], [self.previous[i] for i in indices]
+        total = self.channels.total
+        old = self.row[:total].clone()
+        distances = self._parts(self._distance)[0]
+        torch._foreach_sub_(before, now)
+        for i in indices:
+            channel_norms(self.previous[i], dims[i], out=distances[i])
+            channel_norms(weights[i], dims[i], out=norms[i])
+        torch._foreach_copy_(before, now)
+        # On the whole row, in few operations; a backend overwrites the tangents of its weights afterwards.
+        self.row[total:] = half_angle_tangent(old, self.row[:total], self._distance)
+
+
+class ChannelScaler(_RowWork):
+    """Multiply every channel of many weights by its own factor, in place.
+
+    Args:
+        channels: the channels of the weights.
+        row: `[total]`, the factor of each channel.
+    """
+
+    @torch.no_grad()
+    def scale_(self) -> None:
+        """Scale the weights by what ``row`` holds now. No host sync."""
+        self._run([])
+
+    def _launch_of(self, indices: list[int]) -> Any:
+        lists = (self.channels.weights, self.row.split(self.channels.sizes))
+        return backend_of(self.row.device).RowScalesPlan(*([xs[i] for i in indices] for xs in lists))
+
+    def _plain_work(self, indices: list[int]) -> None:
+        factors = self.channels.broadcast(self.row)
+        torch._foreach_mul_([self.channels.weights[i] for i in indices], [factors[i] for i in indices])

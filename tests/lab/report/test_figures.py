@@ -1,0 +1,154 @@
+"""The figures of a report: which are drawn, and that they show the numbers."""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+
+from normmatters.lab.paper import EXPERIMENTS
+from normmatters.lab.report import collect, write_report
+from normmatters.lab.report.figures import Chart, Series, legend_key, png, svg
+from normmatters.lab.report.html import charts, slots
+from support.synthetic_runs import write_run
+
+
+def test_a_panel_with_nothing_of_its_own_is_not_drawn(tmp_path: Path) -> None:
+    """A figure's references stand in each of its panels; one whose other cells have not run would show them again."""
+    fig3 = next(e for e in EXPERIMENTS if e.name == "fig3")
+    for cell in ("l2_fp32", "l1_fp32", "l1_fp16"):
+        write_run(tmp_path, f"fig3/{cell}")
+    assert [panel.title for panel, _ in charts(fig3, collect([tmp_path]))] == ["Validation error"]
+    write_run(tmp_path, "fig3/l1_fp16_x128")
+    assert [panel.title for panel, _ in charts(fig3, collect([tmp_path]))] == [
+        "Validation error",
+        "Inputs × 128 (ours)",
+    ]
+    fig1 = next(e for e in EXPERIMENTS if e.name == "fig1")
+    write_run(tmp_path, "fig1/wd_on")
+    drawn = [panel.metric for panel, _ in charts(fig1, collect([tmp_path]))]
+    assert len(drawn) == len(set(drawn)) > 1  # the same cell, by another measure
+
+
+def test_figures_of_an_earlier_report_go(tmp_path: Path) -> None:
+    write_run(tmp_path / "runs", "fig1/wd_on")
+    folder = tmp_path / "out" / "figures"
+    folder.mkdir(parents=True)
+    for name in ("fig2-0.svg", "fig1-7.png", "mine.svg", "notes-1.txt", "photo-1.png"):
+        (folder / name).write_text("old")
+    report = write_report([tmp_path / "runs"], tmp_path / "out", images=False)
+    kept = {"mine.svg", "notes-1.txt", "photo-1.png"}  # the user's own
+    assert {p.name for p in folder.iterdir()} == kept | {p.name for p in report.figures}
+
+
+def test_a_picture_is_replaced_in_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk left half a PNG in place of the last report's."""
+    write_run(tmp_path / "runs", "fig1/wd_on")
+    pictures = [p for p in write_report([tmp_path / "runs"], tmp_path / "out").figures if p.suffix == ".png"]
+    before = [p.read_bytes() for p in pictures]
+    assert all(data.startswith(b"\x89PNG") for data in before)
+    (tmp_path / "runs/fig1/wd_on/seed0/metrics.jsonl").write_text('{"epoch": 1, "val_acc": 50.0}\n')
+
+    def full(path: Path, data: bytes) -> None:
+        if path.suffix == ".png":
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("normmatters.lab.report.write_atomic", full)
+    with pytest.raises(OSError, match="No space"):
+        write_report([tmp_path / "runs"], tmp_path / "out")
+    assert [p.read_bytes() for p in pictures] == before
+
+
+def test_a_run_that_diverged_does_not_squeeze_the_others(tmp_path: Path) -> None:
+    """Beside a perplexity of 1e304 those of 5 and 20 were one line, at the foot of the figure."""
+    write_run(tmp_path, "supp2/ln")
+    folder = write_run(tmp_path, "supp2/bwn", diverge=True)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row | {"val_ppl": 1e304}) + "\n" for row in rows))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # matplotlib's, about an overflow
+        report = write_report([tmp_path], tmp_path / "out")
+    drawn = next(p for p in report.figures if p.name == "supp2-0.svg").read_text()
+    assert re.findall(r'text-anchor="end">([^<]*)', drawn) == ["5", "10", "20"]
+    assert "Bounded weight norm ends at 1e304" in drawn
+    alone = Chart(
+        "title", "ppl", (Series("a", ((1.0, 2e4, 2e4, 2e4), (2.0, 1e4, 1e4, 1e4)), 0, diverged=True),), log=True
+    )
+    assert ">1e4<" in svg(alone)  # which has a frame if it is the only one
+
+
+def test_a_cell_has_one_look_in_all_panels_and_in_the_table() -> None:
+    """The table's key of bounded weight norm in an LSTM was the line of no norm at all."""
+    for e in EXPERIMENTS:
+        for panel in e.panels:
+            assert {name: slots(e)[name] for name in panel.cells} == {name: i for i, name in enumerate(panel.cells)}
+
+
+def test_no_two_lines_of_a_panel_look_alike() -> None:
+    """The seventh had the first one's colour and dash."""
+    most = max(len(panel.cells) for e in EXPERIMENTS for panel in e.panels)
+    assert most > 6
+    for count in (most, 36):
+        assert len({legend_key(slot) for slot in range(count)}) == count
+    series = tuple(Series(f"run {i}", ((1.0, 5.0 + i, 5.0, 6.0), (2.0, 3.0 + i, 3.0, 4.0)), i) for i in range(most))
+    drawn = svg(Chart("title", "error", series), standalone=True)
+    lines = [re.sub(r'points="[^"]*"', "", line) for line in re.findall(r"<polyline[^>]*>", drawn)]
+    assert len({*lines}) == most
+    assert lines[:most] == lines[most:]  # each line and its key in the legend
+
+
+def test_the_line_is_where_the_numbers_are() -> None:
+    points = tuple((float(x), y, y, y) for x, y in ((1, 40.0), (2, 20.0), (3, 10.0)))
+    chart = Chart("t", "error", (Series("a & b", points, 0),), log=True)
+    text = svg(chart)
+    line = re.search(r'<polyline points="([^"]+)"', text)
+    assert line is not None
+    found = [tuple(map(float, p.split(","))) for p in line[1].split()]
+    steps_x = [b[0] - a[0] for a, b in zip(found, found[1:])]
+    steps_y = [b[1] - a[1] for a, b in zip(found, found[1:])]
+    assert steps_x[0] == pytest.approx(steps_x[1], abs=0.2)
+    assert steps_y[0] == pytest.approx(steps_y[1], abs=0.2)  # halving is one step on a log axis
+    assert steps_y[0] > 20
+    assert "a &amp; b" in text
+    assert "prefers-color-scheme:dark" in svg(chart, standalone=True)
+
+
+def test_a_png_has_the_ticks_of_the_svg_and_its_label_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    drawn = []
+    plain = FigureCanvasAgg.print_png
+    monkeypatch.setattr(FigureCanvasAgg, "print_png", lambda self, *args: (drawn.append(self), plain(self, *args)))
+    points = tuple((float(e), y, y, y) for e, y in enumerate((65.0, 20.0, 9.0), 1))
+    chart = Chart("t", "validation error", (Series("a", points, 0),), log=True, unit="%")
+    assert png(chart).startswith(b"\x89PNG")
+    (canvas,) = drawn
+    (axes,) = canvas.figure.axes
+    labels = [label.get_text() for label in axes.get_yticklabels(which="both")]
+    assert labels == ["10", "20", "50"]
+    assert all(f">{label}</text>" in svg(chart) for label in labels)
+    assert axes.yaxis.label.get_window_extent(canvas.get_renderer()).x0 >= 0
+
+
+def test_the_papers_number_has_a_mark_inside_the_frame() -> None:
+    points = tuple((float(x), y, y, y) for x, y in ((1, 40.0), (2, 20.0)))
+    chart = Chart("t", "error", (Series("a", points, 0, paper=5.0),), log=True)
+    drawn = svg(chart)
+    (mark,) = re.findall(r'd="M([\d.]+) ([\d.]+)l10 -5v10z"', drawn)
+    lowest = max(float(p.split(",")[1]) for p in re.findall(r'<polyline points="([^"]+)"', drawn)[0].split())
+    assert float(mark[1]) > lowest  # less error is further down
+    assert "a in the paper: 5" in drawn
+    assert png(chart).startswith(b"\x89PNG")
+
+
+def test_nothing_is_blank_below_the_legend() -> None:
+    points = tuple((float(x), y, y, y) for x, y in ((1, 40.0), (2, 20.0)))
+    for count in (1, 6):
+        series = tuple(Series(f"run {i}", points, i) for i in range(count))
+        drawn = svg(Chart("t", "error", series), standalone=True)
+        (height,) = re.findall(r'viewBox="0 -22 \d+ (\d+)"', drawn)
+        last = max(int(y) for y in re.findall(r'<text x="\d+" y="(\d+)">run', drawn))
+        assert 0 < int(height) - 22 - last < 12
