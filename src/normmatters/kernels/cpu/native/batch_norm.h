@@ -164,9 +164,13 @@ struct BatchNorm {
 
   // f(offset in the tensor, image, pixel, length) for each segment of a channel.
   template <bool kBackwards = false, class F>
-  NM_INLINE void each_segment(int64_t c, int64_t begin, int64_t end, F&& f) {
+  void each_segment(int64_t c, int64_t begin, int64_t end, F&& f) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t s = kBackwards ? end - 1 - (i - begin) : i;
+      if (cuts == 1) {  // without the divisions, which small planes would feel
+        f((s * channels + c) * pixels, s, int64_t(0), pixels);
+        continue;
+      }
       const int64_t image = s / cuts, cut = s % cuts;
       const int64_t p0 = part_begin(packs, cut, cuts) * kPack;
       const int64_t p1 = std::min(pixels, part_begin(packs, cut + 1, cuts) * kPack);
@@ -334,18 +338,21 @@ struct BatchNorm {
     double* sums = row_slot(row, 1, 0);
     each_block(r_begin, r_end, p_begin, p_end, [&](auto U, int64_t column, auto part, int64_t r0, int64_t r1) __attribute__((always_inline)) {
       P about[U.value], sum[U.value], most[U.value], least[U.value];
+#pragma GCC unroll 4
       for (int u = 0; u < U.value; ++u) {
         about[u] = load_pack(pilot.data() + column + u * kPack);
         sum[u] = P{};
         if (kGroups) most[u] = splat_pack<C>(-C(INFINITY)), least[u] = splat_pack<C>(C(INFINITY));
       }
       for (int64_t r = r0; r < r1; ++r) {
+#pragma GCC unroll 4
         for (int u = 0; u < U.value; ++u) {
           const P value = load_pack(x() + r * channels + column + u * kPack, part);
           sum[u] = sum[u] + (value - about[u]);
           if (kGroups) most[u] = max(value, most[u]), least[u] = min(value, least[u]);
         }
       }
+#pragma GCC unroll 4
       for (int u = 0; u < U.value; ++u) {
         add_to(sums + column + u * kPack, sum[u]);
         if (kGroups) {
@@ -419,6 +426,7 @@ struct BatchNorm {
     with_kind([&](auto kind) {
       each_block<true>(r_begin, r_end, p_begin, p_end, [&](auto U, int64_t column, auto part, int64_t r0, int64_t r1) __attribute__((always_inline)) {
         P mu[U.value], mu_rest[U.value], inverse_top[U.value], sum[U.value];
+#pragma GCC unroll 4
         for (int u = 0; u < U.value; ++u) {
           mu[u] = load_pack(mean + column + u * kPack, part);
           mu_rest[u] = load_pack(rest + column + u * kPack, part);
@@ -430,11 +438,13 @@ struct BatchNorm {
           sum[u] = P{};
         }
         for (int64_t r = r0; r < r1; ++r) {
+#pragma GCC unroll 4
           for (int u = 0; u < U.value; ++u) {
             const P value = load_pack(x() + r * channels + column + u * kPack, part);
             sum[u] = sum[u] + deviation<kind.value>(value, mu[u], mu_rest[u], inverse_top[u]);
           }
         }
+#pragma GCC unroll 4
         for (int u = 0; u < U.value; ++u) add_to(sums + column + u * kPack, existing(sum[u], part));
       });
     });
@@ -632,6 +642,7 @@ struct BatchNorm {
   void rows_normalize(int64_t, int64_t r_begin, int64_t r_end, int64_t p_begin, int64_t p_end) {
     each_block(r_begin, r_end, p_begin, p_end, [&](auto U, int64_t column, auto part, int64_t r0, int64_t r1) __attribute__((always_inline)) {
       P mu[U.value], slope[U.value], offset[U.value], to_xhat[U.value];
+#pragma GCC unroll 4
       for (int u = 0; u < U.value; ++u) {
         mu[u] = load_pack(mean + column + u * kPack, part);
         slope[u] = load_pack(factor.data() + column + u * kPack);
@@ -639,6 +650,7 @@ struct BatchNorm {
         to_xhat[u] = load_pack(inverse + column + u * kPack, part);
       }
       for (int64_t r = r0; r < r1; ++r) {
+#pragma GCC unroll 4
         for (int u = 0; u < U.value; ++u) {
           const int64_t at = r * channels + column + u * kPack;
           int16_t* bits = planes_saved ? row_bits_at(r, column + u * kPack) : nullptr;
@@ -696,7 +708,7 @@ struct BatchNorm {
   // g where the ReLU is open, and x − μ (lean: x̂).
   template <Gate kGate, Center kCenter, class Part>
   NM_INLINE void read(int64_t at, const int16_t* bits, const Numbers& with, Part part, P& g, P& centered, P& value) const {
-    g = load_pack(static_cast<const T*>(a.g) + at, part);
+    g = loaded<C>(load_pack(static_cast<const T*>(a.g) + at, part));
     if constexpr (kGate == kBit) g = choose(uint16_t(*bits), g, P{});
     if constexpr (kCenter == kFromCode) centered = decode(bits + (kGate == kBit));
     if constexpr (kCenter == kFromInput || kCenter == kFromOutput) value = load_pack(x() + at, part);
@@ -746,7 +758,7 @@ struct BatchNorm {
     P g, centered, value;
     constexpr Center kNeeded = kCenter == kFromCode ? kNothing : kCenter;
     if constexpr (kCenter == kFromOutput) {
-      g = load_pack(static_cast<const T*>(a.g) + at, part);
+      g = loaded<C>(load_pack(static_cast<const T*>(a.g) + at, part));
       g = relu_gate(g, load_pack(x() + at, part));
     } else {
       read<kGate, kNeeded>(at, bits, with, part, g, centered, value);
@@ -940,17 +952,20 @@ struct BatchNorm {
     each_block(r_begin, r_end, p_begin, p_end, [&](auto U, int64_t column, auto part, int64_t r0, int64_t r1) __attribute__((always_inline)) {
       Numbers with[U.value];
       P sums[U.value][3] = {};
+#pragma GCC unroll 4
       for (int u = 0; u < U.value; ++u) {
         with[u] = row_numbers(column + u * kPack);
         with[u].low = load_pack(sum_low.data() + column + u * kPack);
         with[u].high = load_pack(sum_high.data() + column + u * kPack);
       }
       for (int64_t r = r0; r < r1; ++r) {
+#pragma GCC unroll 4
         for (int u = 0; u < U.value; ++u) {
           const int16_t* bits = planes_saved ? row_bits_at(r, column + u * kPack) : nullptr;
           add_sums<kGate, kCenter, kDirection>(r * channels + column + u * kPack, bits, with[u], part, sums[u]);
         }
       }
+#pragma GCC unroll 4
       for (int u = 0; u < U.value; ++u)
         for (int i = 0; i < 3; ++i) add_to(row_slot(row, 3, i) + column + u * kPack, sums[u][i]);
     });
@@ -960,6 +975,7 @@ struct BatchNorm {
   void rows_gradient(int64_t, int64_t r_begin, int64_t r_end, int64_t p_begin, int64_t p_end) {
     each_block<true>(r_begin, r_end, p_begin, p_end, [&](auto U, int64_t column, auto part, int64_t r0, int64_t r1) __attribute__((always_inline)) {
       Numbers with[U.value];
+#pragma GCC unroll 4
       for (int u = 0; u < U.value; ++u) {
         with[u] = row_numbers(column + u * kPack);
         with[u].along = load_pack(along.data() + column + u * kPack);
@@ -967,6 +983,7 @@ struct BatchNorm {
         with[u].high = load_pack(high.data() + column + u * kPack);
       }
       for (int64_t r = r0; r < r1; ++r) {
+#pragma GCC unroll 4
         for (int u = 0; u < U.value; ++u) {
           const int16_t* bits = planes_saved ? row_bits_at(r, column + u * kPack) : nullptr;
           write_gradient<kGate, kCenter, kDirection>(r * channels + column + u * kPack, bits, with[u], part);

@@ -196,27 +196,40 @@ NM_INLINE Half<float> narrow(Vec<float> x, float16) {
 #endif
 }
 
+// A vector at any address. To the compiler it aliases its elements' type only (a memcpy would alias everything, and
+// every pointer and size would be read again after each store).
+template <class V, class Element>
+struct Unaligned {
+  typedef Element type __attribute__((vector_size(sizeof(V)), aligned(alignof(Element))));
+};
+
 // One vector from memory.
 template <class T>
 NM_INLINE Vec<Compute<T>> load(const T* from) {
   if constexpr (sizeof(T) == sizeof(Compute<T>)) {
-    Vec<T> x;
-    std::memcpy(&x, from, sizeof(x));
-    return x;
+    return *reinterpret_cast<const typename Unaligned<Vec<T>, T>::type*>(from);
   } else {
-    Half<float> h;
-    std::memcpy(&h, from, sizeof(h));
-    return widen(h, T{});
+    return widen(*reinterpret_cast<const typename Unaligned<Half<float>, uint16_t>::type*>(from), T{});
   }
+}
+
+// x, computed before what follows: else the compiler may make a load wait for the mask that is applied to it.
+template <class V>
+NM_INLINE V loaded(V x) {
+#if defined(__AVX512F__)
+  asm("" : "+v"(x));
+#elif defined(__x86_64__)
+  asm("" : "+x"(x));
+#endif
+  return x;
 }
 
 template <class T>
 NM_INLINE void store(T* to, Vec<Compute<T>> x) {
   if constexpr (sizeof(T) == sizeof(Compute<T>)) {
-    std::memcpy(to, &x, sizeof(x));
+    *reinterpret_cast<typename Unaligned<Vec<T>, T>::type*>(to) = x;
   } else {
-    Half<float> h = narrow(x, T{});
-    std::memcpy(to, &h, sizeof(h));
+    *reinterpret_cast<typename Unaligned<Half<float>, uint16_t>::type*>(to) = narrow(x, T{});
   }
 }
 

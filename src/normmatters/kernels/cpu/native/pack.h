@@ -54,6 +54,12 @@ NM_INLINE void store_pack(T* to, const Pack<C>& x, Partial part) {
   }
 }
 
+template <class C>
+NM_INLINE Pack<C> loaded(Pack<C> x) {
+  NM_EACH(j) x.v[j] = loaded(x.v[j]);
+  return x;
+}
+
 // x, with 0 in the elements that do not exist.
 template <class C>
 NM_INLINE Pack<C> existing(const Pack<C>& x, Full) {
