@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
+import errno
 import io
 import os
 import shlex
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO
 
 try:
     import typer
     from rich.console import Console
     from rich.markup import escape
-except ImportError:  # the library itself needs neither
-    sys.exit('The command needs a few more packages: pip install "normmatters[lab]"')
+except ModuleNotFoundError as error:  # the library itself needs neither
+    sys.exit(f'The command needs {error.name}: run pip install ".[lab]" in the folder of normmatters')
+except ImportError as error:
+    sys.exit(f"The command cannot start: {error}")
 
 from normmatters.doctor.cli import doctor
 
@@ -60,7 +66,7 @@ _DEFAULT_SEEDS = {"quick": 2, "short": 2, "cifar": 3, "full": 1}
 
 
 def main() -> None:
-    """Run the command line: an error of the user's is one red line and exit code 2, anything else a traceback."""
+    """Run the command line: an error that is no mistake of ours is one red line and exit code 2, others a traceback."""
     # Taken out here, so that it may stand anywhere on the line.
     debug = "--debug" in sys.argv or bool(os.environ.get("NORMMATTERS_DEBUG"))
     sys.argv = [word for word in sys.argv if word != "--debug"]
@@ -69,19 +75,51 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="plain")
     try:
-        app()
+        with contextlib.redirect_stdout(_NeverFull(sys.stdout)):  # type: ignore[type-var]
+            app()
+    except SystemExit as end:
+        if end.code == 130:  # Ctrl-C
+            with contextlib.suppress(OSError):
+                Console(stderr=True).print("Stopped. The same command resumes its runs.")
+        raise
     except Exception as error:
-        # RunError is what a run raises that cannot go on: a full disk, a busy folder.
-        expected = isinstance(error, ValueError | OSError | ImportError) or type(error).__name__ == "RunError"
-        if debug or not expected:
+        from normmatters.lab.errors import expected_message
+
+        if debug or (message := expected_message(error)) is None:
             raise
-        _fail(str(error) or type(error).__name__)
+        _fail(message)
+
+
+class _NeverFull:
+    """A stream whose disk may be full: what is printed is then lost, but no run stops. A closed pipe ends as ever."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        self._or_drop(self._stream.write, text)
+        return len(text)
+
+    def flush(self) -> None:
+        self._or_drop(self._stream.flush)
+
+    def _or_drop(self, do: Callable[..., object], *arguments: str) -> None:
+        try:
+            do(*arguments)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+                raise
+            with open(os.devnull, "w") as nowhere:  # for what is in the stream's buffer still
+                os.dup2(nowhere.fileno(), self._stream.fileno())
 
 
 def _in_plain_signs(error: UnicodeError) -> tuple[str, int]:
     """What a terminal of another encoding shows: a number keeps its sign, and a verdict its mark."""
     assert isinstance(error, UnicodeEncodeError)
-    plain = {"−": "-", "×": "x", "÷": "/", "✓": "+", "✗": "x"}
+    plain = {"−": "-", "–": "-", "×": "x", "÷": "/", "✓": "+", "✗": "x"}
     return "".join(plain.get(sign, "?") for sign in error.object[error.start : error.end]), error.end
 
 
@@ -149,12 +187,12 @@ def reproduce(
     from normmatters.lab.plan import make_plan
     from normmatters.lab.runner import Runner
 
-    load_cells(name for name in names if name != "all")  # a misspelt one is told beside "all" too
+    load_cells(name for name in names if name != "all")  # a misspelt one is an error beside "all" too
     chosen = list(dict.fromkeys(experiment_names() if "all" in names else names))
-    out = out / preset
+    out = _folder_to_write(out, "--out") / preset
+    _check_exists(data_dir, "--data-dir")
+    _check_exists(published, "--published")
     seeds = seeds or _DEFAULT_SEEDS.get(preset, 1)
-    if published is not None and not published.is_dir():
-        raise ValueError(f"--published {published}: no such folder")
     kept = published / preset if published and (published / preset).is_dir() else None
     plan = make_plan(chosen, preset, out, seeds=seeds, overrides=sets or (), data=data, published=kept)
     waiting = [run for run in plan if run.state == "waiting"]
@@ -169,28 +207,40 @@ def reproduce(
     side_by_side = min(jobs or (1 if kind.startswith("cuda") else cores), len(plan))
     workers = min(side_by_side, max(len(waiting), 1))
     check_memory([run.config for run in waiting], workers, kind)
-    # What is finished frees no cores: on more threads sums round otherwise, and the command must give the same numbers.
-    _place(waiting, kind, max(1, cores // side_by_side), workers)
+    # Sums round differently on another number of threads. On a CPU each run has one, whatever --jobs is and whatever
+    # the machine has; on a GPU the threads of the host change no number.
+    _place(waiting, kind, max(1, cores // side_by_side) if kind.startswith("cuda") else 1, workers)
     failed = []
     if waiting:
         from normmatters.lab.terminal import RunsView
 
-        try:
-            with RunsView(console, plan) as view:
-                failed = Runner(plan, workers=workers, data_dir=data_dir).run(view)
-        except KeyboardInterrupt:
-            _stopped()
+        with RunsView(console, plan) as view:
+            failed = Runner(plan, workers=workers, data_dir=data_dir).run(view)
     from normmatters.lab.report import write_report
 
-    runs = [run.folder for run in plan if (run.folder / "config.json").exists()]
+    runs = [run.folder for run in plan if run.state == "done" and (run.folder / "config.json").exists()]
     runs += [run.published for run in plan if run.published and run.folder not in runs]
     if runs:
         command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
-        _tell(console, write_report(runs, out / "report", command=command))
+        _show_report(console, write_report(runs, out / "report", command=command))
     if failed:
         console.print(f"[bold red]{len(failed)} of {len(plan)} runs did not finish:[/]", highlight=False)
         _list_failed(console, failed)
         raise typer.Exit(1)
+
+
+def _folder_to_write(path: Path, option: str) -> Path:
+    """A folder whose name every file of ours can hold; checked before anything is trained."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{option} {str(path)!r}: expected a name in UTF-8") from None
+    return path
+
+
+def _check_exists(folder: Path | None, option: str) -> None:
+    if folder is not None and not folder.expanduser().is_dir():
+        raise ValueError(f"{option} {folder}: no such folder")
 
 
 def _list_failed(console: Console, failed: list[PlannedRun]) -> None:
@@ -198,11 +248,6 @@ def _list_failed(console: Console, failed: list[PlannedRun]) -> None:
     for reason in dict.fromkeys(run.reason for run in failed):
         which = ", ".join(f"{run.id} seed {run.seed}" for run in failed if run.reason == reason)
         console.print(f"  [red]✗[/] {which}: {escape(reason)}", highlight=False, soft_wrap=True)
-
-
-def _stopped() -> NoReturn:
-    Console(stderr=True).print("Stopped. The same command goes on from here.")
-    raise typer.Exit(130)
 
 
 def _overview(plan: list[PlannedRun], out: Path) -> str:
@@ -234,16 +279,17 @@ def _device(name: str) -> str:
 
 
 def _place(plan: list[PlannedRun], device: str, threads: int, workers: int) -> None:
-    """Put the runs on the device, the cores shared out among them; nothing of it changes what a run is."""
-    from normmatters.lab.config import apply_overrides
+    """Put the runs on the device; nothing of it changes what a run is. One that has begun keeps its threads."""
+    from normmatters.lab.run_folder import RunFolder
 
     for run in plan:
-        own = run.config.runtime.threads or threads
-        placed = [f"runtime.device={device}", f"runtime.threads={own}", f"runtime.side_by_side={workers}"]
-        run.config = apply_overrides(run.config, placed)
+        runtime = run.config.runtime
+        own = runtime.threads or RunFolder(run.folder).threads() or threads
+        placed = replace(runtime, device=device, threads=own, side_by_side=workers)
+        run.config = replace(run.config, runtime=placed)
 
 
-def _tell(console: Console, report: Report) -> None:
+def _show_report(console: Console, report: Report) -> None:
     """The verdicts as a table, then where the page is."""
     from rich.table import Table
 
@@ -271,12 +317,15 @@ def _tell(console: Console, report: Report) -> None:
 def train(
     config: Annotated[Path, typer.Argument(help="A TOML file: a run of your own, or a cell under experiments/.")],
     sets: Sets = None,
-    preset: Annotated[str, typer.Option(help="Which preset of a cell file.")] = "full",
+    preset: Annotated[
+        str, typer.Option(help="Which preset of a cell file: [bold]quick[/] (embedded data), short, cifar or full.")
+    ] = "quick",
     seed: Annotated[int | None, typer.Option(help="Random seed; the file's own unless given.")] = None,
     data_dir: DataDir = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")] = "auto",
     out: Annotated[
-        Path | None, typer.Option(help="The run's folder.", show_default="runs/EXPERIMENT/CELL/seedN")
+        Path | None,
+        typer.Option(help="The run's folder.", show_default="runs/EXPERIMENT/CELL/seedN; CELL,KEY=VALUE with --set"),
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Throw away what the run's folder holds, and begin.")] = False,
 ) -> None:
@@ -288,17 +337,16 @@ def train(
       normmatters train my.toml --set model.norm=l1 --set optim.lr=0.05
       torchrun --nproc-per-node 4 -m normmatters train my.toml
     """
-    from normmatters.lab.config import apply_overrides, run_path
+    from normmatters.lab.config import overrides_name, run_path
     from normmatters.lab.experiments import load_file
     from normmatters.lab.terminal import train_with_progress
 
+    _check_exists(data_dir, "--data-dir")
     run = load_file(config).config(preset, seed, sets or ())
     device = run.runtime.device if device == "auto" else device
-    run = apply_overrides(run, [f"runtime.device={_device(device)}"])
-    try:
-        result = train_with_progress(run, out or run_path(Path("runs"), run), data_dir, resume=not fresh)
-    except KeyboardInterrupt:
-        _stopped()
+    run = replace(run, runtime=replace(run.runtime, device=_device(device)))
+    folder = out or run_path(Path("runs"), run, overrides_name(sets or ()))
+    result = train_with_progress(run, _folder_to_write(folder, "--out"), data_dir, resume=not fresh)
     if result.status != "finished":
         raise typer.Exit(1)  # its loss became NaN: a script should know
 
@@ -317,7 +365,7 @@ def report(
     """
     from normmatters.lab.report import write_report
 
-    _tell(Console(), write_report(runs, out))
+    _show_report(Console(), write_report(runs, out))
 
 
 @app.command(rich_help_panel="The paper")
@@ -349,7 +397,7 @@ def publish(
         kept = keep(runs, to / preset)
         console.print(f"[bold]{len(kept)} runs[/] in {escape(str(to / preset))}", highlight=False)
     for report in redraw(to, into or ()):
-        _tell(console, report)
+        _show_report(console, report)
 
 
 @app.command(rich_help_panel="The library")

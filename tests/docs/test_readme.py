@@ -24,12 +24,12 @@ def test_readme_code_does_what_the_readme_says(capsys: pytest.CaptureFixture[str
     assert all(parameter.grad is not None for parameter in convert["model"].parameters())
     norms = train["recorder"].recording().norms["0.weight"]
     assert (norms[-1] > norms[0]).all()  # without weight decay norms can only grow
-    assert {name for name, _ in train["net"].named_parameters()} - set(train["invariant"]["param_names"]) == {
-        "1.weight",
-        "1.bias",
-        "3.weight",
-        "3.bias",
-    }
+    free, ordinary = train["optimizer"].param_groups
+    assert (free["param_names"], free["weight_decay_free"]) == (["0.weight"], True)
+    assert (ordinary["param_names"], ordinary["weight_decay_free"]) == (
+        ["1.weight", "1.bias", "3.weight", "3.bias"],
+        False,
+    )
     in_l1, in_l2 = (float(number) for number in re.findall(r"tensor\(([\d.]+),", printed))
     assert in_l1 == pytest.approx(1, abs=0.005)
     assert in_l2 == 0

@@ -86,6 +86,21 @@ def test_help_loads_nothing_slow() -> None:
         (["reproduce", "supp2", "--data", "cifar", "--out", "OUT"], "did you mean 'cifar10'"),
         (["reproduce", "fig1", "--device", "mps", "--out", "OUT"], "expected auto, cpu, cuda or cuda:N"),
         (["reproduce", "fig1", "--device", "gpu7", "--out", "OUT"], "expected auto, cpu, cuda or cuda:N"),
+        (
+            ["reproduce", "fig1", "--set", "lr=1", "--out", "OUT"],
+            "--set lr=1: unknown key 'lr'; did you mean 'optim.lr'",
+        ),
+        (
+            ["reproduce", "fig1", "--set", "optim.lr=fast", "--out", "OUT"],
+            "--set optim.lr=fast: optim.lr must be float",
+        ),
+        (
+            ["reproduce", "fig1", "--set", "optim.lr=-1", "--out", "OUT"],
+            "--set optim.lr=-1: optim.lr must be a positive",
+        ),
+        (["reproduce", "fig1", "--set", "optim.lr=" + "[" * 5000, "--out", "OUT"], "optim.lr must be float"),
+        (["reproduce", "fig1", "--data-dir", "nowhere", "--out", "OUT"], "--data-dir nowhere: no such folder"),
+        (["reproduce", "fig1", "--out", "bad\udcff"], "expected a name in UTF-8"),
         (["train", "nowhere.toml"], "no such config file"),
         (["report", "nowhere"], "no such folder"),
         (["publish", "nowhere"], "no such folder"),
@@ -121,26 +136,34 @@ def test_debug_shows_the_traceback(run: Run) -> None:
         run("report", "nowhere", "--debug")
 
 
-def test_a_terminal_without_unicode_stops_nothing_and_loses_no_sign(tmp_path: Path) -> None:
-    for cell, final in (("wd_on", 0.88), ("wd_off", 0.98), ("corrected", 0.9802)):
-        write_run(tmp_path / "runs", f"fig1/{cell}", final=final)
+@pytest.mark.parametrize(
+    ("with_decay", "mark", "difference"),
+    [(0.88, "x ", "88.00 - 98.00 = -10.00"), (0.99, "+ ", "99.00 - 98.00 = +1.00")],
+)
+def test_a_terminal_without_unicode_stops_nothing_and_loses_no_sign(
+    with_decay: float, mark: str, difference: str, tmp_path: Path
+) -> None:
+    for cell, final in (("wd_on", with_decay), ("wd_off", 0.98)):
+        for seed in range(3):
+            write_run(tmp_path / "runs", f"fig1/{cell}", final=final + seed * 1e-5, seed=seed)
+    write_run(tmp_path / "runs", "fig1/corrected", final=with_decay)
     command = [sys.executable, "-m", "normmatters", "report", str(tmp_path / "runs"), "--out", str(tmp_path / "page")]
     env = {**ENV, "PYTHONIOENCODING": "ascii"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    worse = next(line for line in lines if "Weight decay improves" in line)
-    assert worse.startswith("x ")
-    assert "88.00 - 98.00 = -10.00" in worse
-    assert next(line for line in lines if "follows" in line).startswith("+ ")
+    decay = next(line for line in lines if "Weight decay improves" in line)
+    assert decay.startswith(mark)
+    assert difference in decay
+    assert next(line for line in lines if "follows" in line).startswith("- ")
 
 
 def test_without_the_extra_one_line_says_what_to_install(tmp_path: Path) -> None:
-    (tmp_path / "typer.py").write_text("raise ImportError('no typer')")
+    (tmp_path / "typer.py").write_text("raise ModuleNotFoundError('No module', name='typer')")
     command, env = [sys.executable, "-m", "normmatters", "--help"], {**ENV, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
     assert done.returncode == 1
-    assert done.stderr.strip().endswith('pip install "normmatters[lab]"')
+    assert "needs typer: run pip install" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -175,7 +198,7 @@ def test_train_runs_a_cell_and_goes_on(run: Run, tmp_path: Path, monkeypatch: py
     words = ["train", "mine.toml", "--set", "optim.epochs=1", "--set", "model.norm=l1", "--device", "cpu"]
     done = run(*words)
     assert done.returncode == 0, done.stderr
-    folder = tmp_path / "runs" / "mine" / "try" / "seed0"
+    folder = tmp_path / "runs" / "mine" / "try,optim.epochs=1,model.norm=l1" / "seed0"
     config = json.loads((folder / "config.json").read_text())
     assert (config["model"]["norm"], config["optim"]["epochs"]) == ("l1", 1)
     summary = json.loads((folder / "summary.json").read_text())
@@ -183,6 +206,9 @@ def test_train_runs_a_cell_and_goes_on(run: Run, tmp_path: Path, monkeypatch: py
     again = run(*words)
     assert again.returncode == 0
     assert json.loads((folder / "summary.json").read_text()) == summary
+    beside = run(*words, "--set", "optim.lr=0.2")
+    assert beside.returncode == 0, beside.stderr  # in a folder of its own
+    words += ["--out", str(folder)]
     other = run(*words, "--set", "optim.lr=0.3")
     assert other.returncode == 2
     assert "another run (optim.lr: 0.1 and 0.3): choose another folder, or throw it away (--fresh" in other.stderr
@@ -232,14 +258,14 @@ def test_one_reason_of_many_runs_is_told_once(tmp_path: Path, capsys: pytest.Cap
 def test_what_is_finished_does_not_change_how_the_rest_rounds(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sums round otherwise on more threads: a run that is left alone must not get those of its neighbours."""
+    """Sums round otherwise on more threads, so that neither --jobs nor what is finished may change their number."""
     threads: list[int | None] = []
 
     def note(self: Runner, *_: object) -> list[PlannedRun]:
         waiting = self.of("waiting")
         threads.extend(job.config.runtime.threads for job in waiting)
         for job in waiting[1:]:
-            job.folder.mkdir(parents=True)
+            job.folder.mkdir(parents=True, exist_ok=True)
             (job.folder / "config.json").write_text(to_json(job.config))
             (job.folder / "error.json").write_text('{"kind": "nan"}')
         return []
@@ -249,7 +275,14 @@ def test_what_is_finished_does_not_change_how_the_rest_rounds(
     command = ("reproduce", "fig1", "--seeds", "1", "--jobs", "4", "--device", "cpu", "--out", str(tmp_path))
     assert run(*command).returncode == 0
     assert run(*command).returncode == 0
-    assert threads == [2] * 6 + [2]
+    assert threads == [1] * 6 + [1]
+    begun = tmp_path / "quick" / "fig1" / "wd_on" / "seed0"
+    (begun / "config.json").write_text((begun / "config.json").read_text().replace('"threads": 1', '"threads": 3'))
+    (begun / "checkpoints").mkdir()
+    (begun / "checkpoints" / "epoch-000001.sha256").write_text("")
+    (begun / "error.json").unlink(missing_ok=True)
+    assert run(*command).returncode == 0
+    assert sorted(threads[7:]) == [1, 3]  # as it began
 
 
 def test_a_run_that_diverged_after_some_epochs_is_told_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -261,6 +294,7 @@ def test_a_run_that_diverged_after_some_epochs_is_told_so(tmp_path: Path, capsys
     view(Runner(jobs))
     said = capsys.readouterr().out.splitlines()
     assert [line.rpartition("seed 0  ")[2] for line in said] == ["diverged", "90.00 %"]
+    assert [line[0] for line in said] == ["!", "✓"]
 
 
 def test_data_prepare_knows_the_embedded_sets(run: Run) -> None:

@@ -16,7 +16,8 @@ import torch
 from normmatters.lab import files
 from normmatters.lab.config import OptimConfig, RunConfig
 from normmatters.lab.data import load_data
-from normmatters.lab.files import RunError, read_json
+from normmatters.lab.errors import RunError
+from normmatters.lab.files import read_json
 from normmatters.lab.models import build_model
 from normmatters.lab.objective import Classification
 from normmatters.lab.regimes import _optimizer, build_regime, find_invariant, lr_factor

@@ -20,6 +20,7 @@ from normmatters.lab.memory import check_memory, need_bytes
 from normmatters.lab.plan import PlannedRun, make_plan
 from normmatters.lab.publish import publish
 from normmatters.lab.report import write_report
+from normmatters.lab.run_folder import RunFolder
 from normmatters.lab.runner import Runner
 
 MICRO = ["optim.epochs=2", "data.train_size=120", "data.val_size=200", "optim.milestones=[1]", "runtime.threads=1"]
@@ -97,10 +98,13 @@ def test_a_damaged_summary_does_not_finish_a_run(tmp_path: Path) -> None:
     folder = make_plan(["fig4"], "quick", tmp_path)[0].folder
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(to_json(make_plan(["fig4"], "quick", tmp_path)[0].config))
-    (folder / "summary.json").write_text("{}")
+    (folder / "summary.json").write_text('{"status": "finished"}')
     assert make_plan(["fig4"], "quick", tmp_path)[0].state == "done"
-    (folder / "summary.json").write_text("")  # a machine that lost power
-    assert make_plan(["fig4"], "quick", tmp_path)[0].state == "waiting"
+    for damaged in ("", "{}", "[" * 100_000, "[1]", '{"status": 3}'):  # "": of a machine that lost power
+        (folder / "summary.json").write_text(damaged)
+        assert make_plan(["fig4"], "quick", tmp_path)[0].state == "waiting"
+    (folder / "error.json").write_text('{"kind": "nan", "metrics": [1], "message": 3}')
+    assert RunFolder(folder).diverged()
 
 
 def test_other_data_replaces_only_its_own_kind(tmp_path: Path) -> None:
@@ -203,7 +207,7 @@ def test_a_killed_command_goes_on_and_ends_with_the_same_numbers(
     _, said = process.communicate(timeout=30)
     if how == signal.SIGINT:
         assert process.returncode == 130
-        assert "The same command goes on" in said
+        assert "The same command resumes" in said
     assert not (log.parent / "summary.json").exists()
     planned = make_plan(["fig1"], "quick", tmp_path / "stopped" / "quick", overrides=LONGER)
     jobs = [job for job in planned if job.id == "fig1/wd_on"]

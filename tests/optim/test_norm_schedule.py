@@ -275,7 +275,7 @@ def test_a_group_that_came_later_is_refused_before_a_weight_moves() -> None:
     schedule = NormSchedule(optimizer, lambda opt: MultiStepLR(opt, [1]), weights(model))
     optimizer.add_param_group({"params": model[11].bias})
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(ValueError, match="has 3 parameter groups, and had 2 when NormSchedule was built"):
+    with pytest.raises(ValueError, match="has 3 parameter groups"):
         schedule.step()
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 

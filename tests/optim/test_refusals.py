@@ -304,7 +304,7 @@ def test_a_recording_without_steps_corrects_and_schedules_nothing() -> None:
 def test_an_epoch_whose_end_was_not_recorded() -> None:
     with pytest.raises(ValueError, match="has no epochs"):
         recording().rows_by_step("paper")
-    with pytest.raises(ValueError, match="end of an epoch, step 5"):
+    with pytest.raises(ValueError, match="step 5: record every step or epoch"):
         recording(epoch_ends=(2, 5)).rows_by_step("paper")
 
 

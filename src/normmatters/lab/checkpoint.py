@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from normmatters.lab.files import RunError, write_atomic
+from normmatters.lab.errors import RunError
+from normmatters.lab.files import read_plain, write_atomic
 
 _NAME = re.compile(r"epoch-(\d{6})\.pt")
 
@@ -28,11 +29,11 @@ def save(folder: Path, epoch: int, state: dict[str, Any], keep: int = 2) -> Path
     path = folder / f"epoch-{epoch:06d}.pt"
     checksum = path.with_suffix(".sha256")
     checksum.unlink(missing_ok=True)
-    write_atomic(path, data)  # type: ignore[arg-type]
+    write_atomic(path, data)
     write_atomic(checksum, (hashlib.sha256(data).hexdigest() + "\n").encode())
-    found = epochs(folder)
-    damaged = [p for e, p in found if e > epoch]  # or the run would have gone on from there
-    for old in damaged + [p for e, p in found if e <= epoch][:-keep]:
+    saved = epochs(folder)
+    damaged = [p for e, p in saved if e > epoch]  # or the run would have continued from there
+    for old in damaged + [p for e, p in saved if e <= epoch][:-keep]:
         old.with_suffix(".sha256").unlink(missing_ok=True)
         old.unlink(missing_ok=True)
     return path
@@ -40,29 +41,32 @@ def save(folder: Path, epoch: int, state: dict[str, Any], keep: int = 2) -> Path
 
 def epochs(folder: Path) -> list[tuple[int, Path]]:
     """(epoch, file) of every checkpoint, oldest first."""
-    found = [(int(m[1]), p) for p in folder.glob("epoch-*.pt") if (m := _NAME.fullmatch(p.name))]
-    return sorted(found)
+    return sorted((int(m[1]), p) for p in folder.glob("epoch-*.pt") if (m := _NAME.fullmatch(p.name)))
 
 
 def load(folder: Path, device: torch.device | str = "cpu") -> tuple[dict[str, Any] | None, list[str]]:
-    """The newest undamaged state (None where there is none), and a line about each damaged one that was passed over."""
-    damaged = []
+    """The newest undamaged state (None where there is none), and a line about each that was passed over."""
+    passed_over = []
     for epoch, path in reversed(epochs(folder)):
+        name, checksum = f"checkpoint of epoch {epoch}", path.with_suffix(".sha256")
+        if not checksum.exists():
+            passed_over.append(f"{name}: the run was stopped while it was written")
+            continue
         try:
-            data = path.read_bytes()
-            expected = path.with_suffix(".sha256").read_bytes().decode(errors="replace").strip()
-        except OSError as error:
-            damaged.append(f"checkpoint of epoch {epoch}: {error.strerror} ({error.filename})")
+            data, expected = read_plain(path, None), read_plain(checksum).decode(errors="replace").strip()
+        except (OSError, ValueError) as error:
+            passed_over.append(f"{name}: cannot be read: {error}")
             continue
         if hashlib.sha256(data).hexdigest() != expected:
-            damaged.append(f"checkpoint of epoch {epoch}: {path.name} does not have its checksum")
+            passed_over.append(f"{name}: {path.name} does not have its checksum")
             continue
         try:
             state = torch.load(io.BytesIO(data), map_location=device, weights_only=True)
-        except Exception as error:
-            raise RunError("checkpoint", f"{path} has its checksum but cannot be read: {error}") from error
-        return state, damaged
-    return None, damaged
+        except Exception as error:  # torch advises to run whatever code is in the file: not passed on
+            problem = "has its checksum, but is not a state that a run has saved"
+            raise RunError("checkpoint", f"{path} {problem}: remove it, or begin again (--fresh)") from error
+        return state, passed_over
+    return None, passed_over
 
 
 def random_state() -> dict[str, Any]:

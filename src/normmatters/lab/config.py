@@ -11,13 +11,15 @@ import dataclasses
 import hashlib
 import json
 import math
+import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from normmatters.lab.schema import build, suggest
+from normmatters.lab.files import read_plain
+from normmatters.lab.schema import build, convert
 
 DataName = Literal["digits", "cifar10", "imagefolder", "tiny_imagenet", "text", "numbers"]
 ImageModel = Literal["small_cnn", "vgg11", "resnet8", "resnet20", "resnet56", "resnet110", "resnet18", "resnet50"]
@@ -179,6 +181,10 @@ class RunConfig:
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
 
+    def __post_init__(self) -> None:
+        _check_ranges(self)
+        _check_combinations(self)
+
 
 def cell_folder(above: Path, config: RunConfig) -> Path:
     """``above/experiment/cell``. Names that lead elsewhere are refused: a config may be somebody else's."""
@@ -188,9 +194,18 @@ def cell_folder(above: Path, config: RunConfig) -> Path:
     return above / config.experiment / config.cell
 
 
-def run_path(above: Path, config: RunConfig) -> Path:
-    """``above/experiment/cell/seedN``: where ``optim.reference`` finds its neighbour."""
-    return cell_folder(above, config) / f"seed{config.seed}"
+def run_path(above: Path, config: RunConfig, change: str = "") -> Path:
+    """``above/experiment/cell/seedN``, where ``optim.reference`` finds a neighbour; with a change, ``cell,change``."""
+    folder = cell_folder(above, config)
+    return folder.with_name(f"{folder.name},{change}" if change else folder.name) / f"seed{config.seed}"
+
+
+def overrides_name(overrides: Iterable[str]) -> str:
+    """What distinguishes the folder of a run with these overrides: itself a valid name of a folder."""
+    unnamed = ("seed=", *(f"runtime.{key}=" for key in _NOT_HASHED["runtime"] or ()))  # they make no other run
+    name = ",".join(item for item in overrides if not item.startswith(unnamed))
+    name = re.sub(r"[^\w.=+,-]", "_", name)
+    return name if len(name) <= 100 else f"{name[:80]}~{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
 def read_toml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
@@ -199,14 +214,16 @@ def read_toml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     if path in seen:
         raise ValueError(f"{path}: extends itself by way of {' -> '.join(p.name for p in seen)}")
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # Windows' editors put a mark at its head
+        table = tomllib.loads(read_plain(path).decode("utf-8-sig"))  # Windows' editors put a mark at its head
     except FileNotFoundError:
-        told = f", which {seen[-1]} extends" if seen else ""
-        raise ValueError(f"{path}: no such config file{told}") from None
+        extended = f", which {seen[-1]} extends" if seen else ""
+        raise ValueError(f"{path}: no such config file{extended}") from None
     except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: not valid TOML: {error}") from None
+    except RecursionError:
+        raise ValueError(f"{path}: not valid TOML: nested too deeply") from None
     parent = table.pop("extends", None)
     if parent is None:
         return table
@@ -230,29 +247,30 @@ def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 def from_dict(table: Mapping[str, Any], origin: str = "config") -> RunConfig:
     """Build and check a run from nested mappings (what ``to_dict`` returns, or parsed TOML/JSON)."""
     config: RunConfig = build(RunConfig, table, "", origin)
-    _check_values(config, origin)
     return config
 
 
 def apply_overrides(config: RunConfig, overrides: Iterable[str]) -> RunConfig:
     """``["optim.lr=0.1", "model.norm=l1"]``: values are TOML; a bare word is a string; ``null`` unsets."""
-    table = to_dict(config)
-    changed = False
+    overrides = list(overrides)
+    if not overrides:
+        return config
+    return from_dict(merge(to_dict(config), overrides_table(overrides)), f"--set {' --set '.join(overrides)}")
+
+
+def overrides_table(overrides: Iterable[str]) -> dict[str, Any]:
+    """The table of settings that the overrides name, each checked by itself."""
+    table: dict[str, Any] = {}
     for item in overrides:
         key, sign, text = item.partition("=")
         if not sign:
-            raise ValueError(f"override {item!r}: expected key=value, such as optim.lr=0.1")
-        *sections, last = key.strip().split(".")
-        target: Any = table
-        for section in sections:
-            if not isinstance(target.get(section), dict):
-                raise ValueError(f"override {item!r}: no section {section!r}{suggest(section, target)}")
-            target = target[section]
-        if last not in target:
-            raise ValueError(f"override {item!r}: unknown key {last!r}{suggest(last, target)}")
-        target |= merge(target, {last: _parse_value(text.strip())})  # of a table, all that it does not name stays
-        changed = True
-    return from_dict(table, "override") if changed else config
+            raise ValueError(f"--set {item}: expected key=value, such as optim.lr=0.1")
+        value = _parse_value(text.strip())
+        for name in reversed(key.strip().split(".")):
+            value = {name: value}
+        convert(RunConfig, value, "", f"--set {item}")
+        table = merge(table, value)
+    return table
 
 
 def _parse_value(text: str) -> Any:
@@ -260,7 +278,7 @@ def _parse_value(text: str) -> Any:
         return None
     try:
         return tomllib.loads(f"v = {text}")["v"]
-    except tomllib.TOMLDecodeError:
+    except (tomllib.TOMLDecodeError, RecursionError):
         pass
     try:
         return float(text)  # TOML itself refuses ".5"
@@ -268,112 +286,99 @@ def _parse_value(text: str) -> Any:
         return text
 
 
-_RANGES: tuple[tuple[str, Callable[[float], bool], dict[str, tuple[str, ...]]], ...] = (
+_RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     (
         "at least 1",
         lambda v: v >= 1,
-        {
-            "data": (
-                *("batch_size", "eval_batch_size", "image_size", "train_size", "val_size"),
-                *("vocab_size", "tokens", "max_length"),
-            ),
-            "model": ("k", "layers", "d_model", "heads", "d_ff"),
-            "optim": ("epochs",),
-            "runtime": ("threads", "checkpoint_every", "keep_checkpoints", "eval_every", "beam", "side_by_side"),
-        },
+        "data.batch_size data.eval_batch_size data.image_size data.train_size data.val_size data.vocab_size "
+        "data.tokens data.max_length model.k model.layers model.d_model model.heads model.d_ff optim.epochs "
+        "runtime.threads runtime.checkpoint_every runtime.keep_checkpoints runtime.eval_every runtime.beam "
+        "runtime.side_by_side",
     ),
     (
         "a positive number",
         lambda v: 0 < v < math.inf,
-        {"model": ("width", "rho"), "optim": ("lr", "eps", "gamma", "clip_norm", "angle")},
+        "model.width model.rho optim.lr optim.eps optim.gamma optim.clip_norm optim.angle",
     ),
     (
         "zero or more",
         lambda v: 0 <= v < math.inf,
-        {"optim": ("weight_decay", "last_layer_weight_decay", "gain_weight_decay", "warmup_steps")},
+        "optim.weight_decay optim.last_layer_weight_decay optim.gain_weight_decay optim.warmup_steps",
     ),
-    ("in [0, 1)", lambda v: 0 <= v < 1, {"model": ("dropout",), "optim": ("momentum", "label_smoothing")}),
+    ("zero or more", lambda v: v >= 0, "runtime.checkpoint_seconds"),
+    ("in [0, 1)", lambda v: 0 <= v < 1, "model.dropout optim.momentum optim.label_smoothing"),
+    ("finite", math.isfinite, "runtime.length_penalty"),
 )
 
 
-def _check_values(config: RunConfig, origin: str) -> None:
-    data, model, optim, runtime = config.data, config.model, config.optim, config.runtime
+def _need(ok: bool, key: str, what: str, value: object) -> None:
+    if not ok:
+        raise ValueError(f"{key} must be {what}, got {value!r}")
 
-    def need(ok: bool, key: str, what: str, value: object) -> None:
-        if not ok:
-            raise ValueError(f"{origin}: {key} must be {what}, got {value!r}")
 
-    for what, inside, sections in _RANGES:
-        for section, keys in sections.items():
-            for key in keys:
-                value = getattr(getattr(config, section), key)
-                need(value is None or inside(value), f"{section}.{key}", what, value)
-    need(-(2**63) <= config.seed < 2**63, "seed", "a whole number of 64 bits", config.seed)
-    need(runtime.checkpoint_seconds >= 0, "runtime.checkpoint_seconds", "zero or more", runtime.checkpoint_seconds)
-    need(math.isfinite(runtime.length_penalty), "runtime.length_penalty", "finite", runtime.length_penalty)
-    augments = ("none", "crop", "crop_flip", "resized_crop")
-    need(
-        isinstance(data.augment, bool) or data.augment in augments,
-        "data.augment",
-        f"a bool or {augments}",
-        data.augment,
-    )
-    need(
-        len(optim.betas) == 2 and all(0 <= b < 1 for b in optim.betas),
-        "optim.betas",
-        "two numbers in [0, 1)",
-        optim.betas,
-    )
-    rising = list(optim.milestones) == sorted(m for m in optim.milestones if 0 <= m < math.inf)
-    need(rising, "optim.milestones", "epochs in rising order", optim.milestones)
-    if optim.mode == "corrected":
-        told = "the cell whose norms are followed (mode corrected)"
-        need(bool(optim.reference), "optim.reference", told, optim.reference)
-    need(optim.angle is None or optim.mode == "angular", "optim.angle", "unset but with mode angular", optim.angle)
-    if optim.mode in ("angular", "wd_free") and optim.angle is None:
-        need(optim.weight_decay > 0, "optim.weight_decay", f"positive with mode {optim.mode}", optim.weight_decay)
-    if optim.schedule == "warmup_sqrt":
-        need(optim.warmup_steps >= 1, "optim.warmup_steps", "at least 1 with warmup_sqrt", optim.warmup_steps)
-    if optim.mode == "wd_free":
-        need(optim.name == "sgd", "optim.name", "sgd with mode wd_free", optim.name)
-    if config.precision.arithmetic is not None:
-        key = "layer_norm" if data.name in TEXT else "norm"
-        norm = getattr(model, key)
-        ours = norm == "l1" if data.name in TEXT else norm not in ("native", "none")
-        need(ours, f"model.{key}", "one of ours: precision.arithmetic is theirs", norm)
-    else:
-        accumulate = config.precision.accumulate
-        need(accumulate is None, "precision.accumulate", "unset without precision.arithmetic", accumulate)
-    gain = optim.gain_weight_decay
-    need(
-        gain is None or model.weight_norm == "wn", "optim.gain_weight_decay", "unset where no weight norm has a g", gain
-    )
-    bounded = model.weight_norm not in ("none", "wn")
-    need(model.rho == 1 or bounded, "model.rho", "1 without a bounded weight norm", model.rho)
-    scale = model.norm_input_scale
+def _check_ranges(config: RunConfig) -> None:
+    for what, inside, keys in _RANGES:
+        for key in keys.split():
+            section, _, name = key.partition(".")
+            value = getattr(getattr(config, section), name)
+            _need(value is None or inside(value), key, what, value)
+    _need(-(2**63) <= config.seed < 2**63, "seed", "a whole number of 64 bits", config.seed)
+    augments, augment = ("none", "crop", "crop_flip", "resized_crop"), config.data.augment
+    _need(isinstance(augment, bool) or augment in augments, "data.augment", f"a bool or {augments}", augment)
+    betas, milestones = config.optim.betas, config.optim.milestones
+    _need(len(betas) == 2 and all(0 <= b < 1 for b in betas), "optim.betas", "two numbers in [0, 1)", betas)
+    rising = list(milestones) == sorted(m for m in milestones if 0 <= m < math.inf)
+    _need(rising, "optim.milestones", "epochs in rising order", milestones)
+    scale, constant = config.model.norm_input_scale, config.model.constant
     power = 2**-32 <= scale <= 2**32 and math.frexp(scale)[0] == 0.5
-    need(power, "model.norm_input_scale", "a power of two from 2^-32 to 2^32", scale)
-    rescales = model.norm not in ("mean_only", "none") and model.weight_norm == "none" and data.name not in TEXT
-    need(scale == 1 or rescales, "model.norm_input_scale", "1 where no batch norm divides by a scale", scale)
-    plain = model.attention == "dot"
-    need(plain or model.name == "lstm", "model.attention", "dot in networks other than an LSTM", model.attention)
-    if model.activation == "trelu":  # it rescales what it is given, so a chain of shortcuts would explode
-        need(model.name in ("small_cnn", "vgg11"), "model.name", "small_cnn or vgg11 with activation trelu", model.name)
+    _need(power, "model.norm_input_scale", "a power of two from 2^-32 to 2^32", scale)
+    names = ("exact", "paper", "none")
+    fits = constant in names if isinstance(constant, str) else constant > 0
+    _need(fits, "model.constant", f"one of {names} or a positive factor", constant)
+
+
+def _check_combinations(config: RunConfig) -> None:
+    model, optim, precision = config.model, config.optim, config.precision
+    text, mode = config.data.name in TEXT, optim.mode
+    if mode == "corrected":
+        what = "the cell whose norms are followed (mode corrected)"
+        _need(bool(optim.reference), "optim.reference", what, optim.reference)
+    _need(optim.angle is None or mode == "angular", "optim.angle", "unset but with mode angular", optim.angle)
+    if mode in ("angular", "wd_free") and optim.angle is None:
+        _need(optim.weight_decay > 0, "optim.weight_decay", f"positive with mode {mode}", optim.weight_decay)
+    if optim.schedule == "warmup_sqrt":
+        _need(optim.warmup_steps >= 1, "optim.warmup_steps", "at least 1 with warmup_sqrt", optim.warmup_steps)
+    if mode == "wd_free":
+        _need(optim.name == "sgd", "optim.name", "sgd with mode wd_free", optim.name)
+    used, unused = ("layer_norm", "norm") if text else ("norm", "layer_norm")  # to change the other changes nothing
+    norm = getattr(model, used)
+    if precision.arithmetic is None:
+        accumulate = precision.accumulate
+        _need(accumulate is None, "precision.accumulate", "unset without precision.arithmetic", accumulate)
+    else:
+        ours = norm == "l1" if text else norm not in ("native", "none")
+        _need(ours, f"model.{used}", "one of ours: precision.arithmetic is theirs", norm)
+    gain, has_gain = optim.gain_weight_decay, model.weight_norm == "wn"
+    _need(gain is None or has_gain, "optim.gain_weight_decay", "unset where no weight norm has a g", gain)
+    bounded = model.weight_norm not in ("none", "wn")
+    _need(model.rho == 1 or bounded, "model.rho", "1 without a bounded weight norm", model.rho)
+    rescales = model.norm not in ("mean_only", "none") and model.weight_norm == "none" and not text
+    scale = model.norm_input_scale
+    _need(scale == 1 or rescales, "model.norm_input_scale", "1 where no batch norm divides by a scale", scale)
+    attention, plain = model.attention, model.name in ("small_cnn", "vgg11")
+    fits = attention == "dot" or model.name == "lstm"
+    _need(fits, "model.attention", "dot in networks other than an LSTM", attention)
+    # A truncated ReLU rescales its input, so a chain of shortcuts would explode.
+    _need(model.activation == "relu" or plain, "model.name", "small_cnn or vgg11 with activation trelu", model.name)
     if model.norm == "lp":
-        need(model.p is not None and model.p >= 1, "model.p", "a number >= 1 with norm lp", model.p)
+        _need(model.p is not None and model.p >= 1, "model.p", "a number >= 1 with norm lp", model.p)
     else:
-        need(model.p is None, "model.p", f"unset with norm {model.norm}: it is lp's", model.p)
-    if isinstance(model.constant, str):
-        names = ("exact", "paper", "none")
-        need(model.constant in names, "model.constant", f"one of {names} or a positive factor", model.constant)
-    else:
-        need(model.constant > 0, "model.constant", "a positive factor", model.constant)
-    text = data.name in TEXT
-    translator = model.name in get_args(TextModel)
-    need(text == translator, "model.name", f"a model for {'text' if text else 'images'} ({data.name})", model.name)
-    mine, other = ("layer_norm", "norm") if text else ("norm", "layer_norm")  # to change the other would change nothing
-    usual, value = getattr(ModelConfig, other), getattr(model, other)
-    need(value == usual, f"model.{other}", f"{usual} with {model.name}, whose norms model.{mine} says", value)
+        _need(model.p is None, "model.p", f"unset with norm {model.norm}: it is lp's", model.p)
+    translator, kind = model.name in get_args(TextModel), "text" if text else "images"
+    _need(text == translator, "model.name", f"a model for {kind} ({config.data.name})", model.name)
+    default, value = getattr(ModelConfig, unused), getattr(model, unused)
+    what = f"{default} with {model.name}, whose norms model.{used} says"
+    _need(value == default, f"model.{unused}", what, value)
 
 
 def to_dict(config: RunConfig) -> dict[str, Any]:

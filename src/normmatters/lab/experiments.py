@@ -91,13 +91,16 @@ class Cell:
         check_preset(preset)
         if self.same_as:
             return load_cell(self.same_as).config(preset, seed, overrides)
-        table = dict(self.table)
+        table, overrides = dict(self.table), list(overrides)
         for name in ("cifar", "short") if preset == "short" else (preset,):
             table = _config.merge(table, dict(self.presets.get(name, {})))
-        origin = f"{self.path} (preset {preset})"
         if seed is not None:
             table["seed"] = seed
-        return _config.apply_overrides(_config.from_dict(table, origin), overrides)
+        if not overrides:
+            return _config.from_dict(table, f"{self.path} (preset {preset})")
+        # The file itself was checked when it was loaded.
+        table = _config.merge(table, _config.overrides_table(overrides))
+        return _config.from_dict(table, f"--set {' --set '.join(overrides)}")
 
 
 def check_preset(name: str) -> None:

@@ -1,23 +1,19 @@
-"""Files of a run: written whole or not at all, and read as what they should be or refused."""
+"""Files of a run: written whole or not at all; read only if they are plain files, and as what they should be."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
+import stat
 from pathlib import Path
 from typing import Any
 
-__all__ = ["RunError", "read_json", "write_atomic", "write_error"]
+from normmatters.lab.errors import write_error
 
+__all__ = ["read_json", "read_object", "read_plain", "write_atomic"]
 
-class RunError(RuntimeError):
-    """A run that cannot continue. ``kind``: "nan", "disk_full", "folder", "busy", "other_run", "checkpoint"."""
-
-    def __init__(self, kind: str, message: str) -> None:
-        super().__init__(message)
-        self.kind = kind
+_LARGEST = 1 << 28  # bytes of a text file that one of our commands wrote; a checkpoint is no such file
 
 
 def write_atomic(path: Path, data: bytes | memoryview) -> None:
@@ -40,18 +36,39 @@ def write_atomic(path: Path, data: bytes | memoryview) -> None:
         raise write_error(error, path) from error
 
 
-def write_error(error: OSError, path: Path) -> RunError:
-    """The error of a run whose file ``path`` could not be written."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        text = f"no space left to write {path}; what was saved before is intact: free space, run again"
-        return RunError("disk_full", text)
-    return RunError("folder", f"cannot write {path}: {error.strerror or error}")
+def read_plain(path: Path, largest: int | None = _LARGEST) -> bytes:
+    """A file's bytes. Raises ValueError for what is no plain file (a named pipe would never end) or too large."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # which a named pipe does not delay
+    with open(descriptor, "rb") as file:
+        about = os.fstat(descriptor)
+        if not stat.S_ISREG(about.st_mode):
+            raise ValueError(f"{path}: expected a plain file")
+        if largest is not None and about.st_size > largest:
+            raise ValueError(f"{path}: has {about.st_size} bytes, expected at most {largest}")
+        return file.read()
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises ValueError that says what is wrong with it, or FileNotFoundError."""
+    try:
+        value = json.loads(read_plain(path))
+    except FileNotFoundError:
+        raise
+    except RecursionError:
+        raise ValueError(f"{path}: nested too deeply") from None
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        problem = str(error).removeprefix(f"{path}: ")
+        raise ValueError(f"{path}: cannot be read as JSON: {problem}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: expected a JSON object, got {type(value).__name__}")
+    return value
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """A JSON object, or None where there is none that can be read."""
+    """:func:`read_object`, or None where there is none that can be read."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        return read_object(path)
     except (OSError, ValueError):
         return None
-    return value if isinstance(value, dict) else None

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,6 +28,7 @@ class PlannedRun:
     needs: Path | None = None
     state: State = "waiting"
     reason: str = ""
+    norms_lost: bool = False  # it has finished, but what another run needs of it is gone
     published: Path | None = None  # the file that stands for it where it is done and has no folder
 
     @property
@@ -38,6 +38,10 @@ class PlannedRun:
     @property
     def epochs(self) -> int:
         return self.config.optim.epochs
+
+    @property
+    def has_norms(self) -> bool:
+        return (self.folder / "norms.safetensors").is_file()
 
     def progress(self) -> tuple[int, dict[str, Any]]:
         """The epochs done so far, and the last one's metrics."""
@@ -83,7 +87,7 @@ def make_plan(
         if config.seed != seed and seeds > 1:
             raise ValueError(f"seed={config.seed} leaves one run of each cell, not {seeds}: give it with --seeds 1")
         if data is not None and (data in TEXT) == (config.data.name in TEXT):
-            config = _config.apply_overrides(config, [f"data.name={data}", "data.dir=null"])
+            config = replace(config, data=replace(config.data, name=data, dir=None))  # type: ignore[arg-type]
         needs = None
         if config.optim.reference is not None:
             reference = load_cell(f"{config.experiment}/{config.optim.reference}").source
@@ -109,19 +113,24 @@ def make_plan(
         _check_folder(run)
     if published is not None:
         _skip_published(plan, Path(published))
+    needed = {run.needs for run in plan if run.state == "waiting"}
+    for run in plan:
+        if run.state == "done" and run.folder in needed and not run.published and not run.has_norms:
+            run.norms_lost = (run.folder / "summary.json").is_file()
+            run.state = "waiting" if run.norms_lost else "done"
     return plan
 
 
 def _check_folder(run: PlannedRun) -> None:
     """Mark a run that has ended; refuse a folder of another one."""
-    file, folder = run.folder / "config.json", RunFolder(run.folder)
-    if not file.exists():
-        return
+    folder = RunFolder(run.folder)
     try:
-        there = _config.from_dict(json.loads(file.read_text(encoding="utf-8")), str(file))
+        there = folder.config()
     except ValueError as error:
         problem = f"holds a run that cannot be read ({error})"
         raise ValueError(f"{run.folder}: {problem}; remove it or choose another --out") from None
+    if there is None:
+        return
     if differs := _config.differences(there, run.config):
         if folder.has_results():
             problem = f"holds a run of other settings ({', '.join(differs)})"

@@ -89,7 +89,7 @@ class RunProcess:
 
 
 def _run_in_process(config: RunConfig, folder: Path, data_dir: str | Path | None, sender: Connection) -> None:
-    from normmatters.lab.run_folder import describe_error
+    from normmatters.lab.errors import describe_error
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle: it ends us
     _die_with_parent()
@@ -120,7 +120,7 @@ def train_when_free(
     progress: Callable[[dict[str, Any]], None] | None = None,
 ) -> None:
     """Train, after waiting for a folder that is busy: a run of a killed command may take a moment to end."""
-    from normmatters.lab.files import RunError
+    from normmatters.lab.errors import RunError
     from normmatters.lab.run import train
 
     limit = time.monotonic() + _WAIT_FOR_FOLDER_S

@@ -60,6 +60,9 @@ def find_recording(run_dir: Path, config: RunConfig, reference_dir: str | Path |
     for place in places:
         if (place / "norms.safetensors").is_file():
             return Recording.load(place / "norms.safetensors")
+        if (place / "summary.json").is_file():
+            problem = f"{place} has finished, but has no norms.safetensors"
+            raise ValueError(f"optim.reference={name!r}: {problem}; remove its summary.json and train it again")
     raise ValueError(
         f"optim.reference={name!r}: no recorded norms; run that cell first (looked in {', '.join(map(str, places))})"
     )

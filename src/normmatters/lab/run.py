@@ -9,6 +9,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,15 @@ from torch import Tensor, nn
 from normmatters.lab import checkpoint
 from normmatters.lab.config import RunConfig, config_hash
 from normmatters.lab.data import ImageData, Shard, TextData, load_data
+from normmatters.lab.errors import RunError, describe_error
 from normmatters.lab.execution import Execution, execution_for
-from normmatters.lab.files import RunError, write_atomic
+from normmatters.lab.files import write_atomic
 from normmatters.lab.models import Translator, build_model
 from normmatters.lab.models.layers import draw_from
 from normmatters.lab.objective import Classification, Objective, Translation
 from normmatters.lab.process_state import first_process_first, process_group, seed_everything
 from normmatters.lab.regimes import Regime, build_regime, find_invariant, find_recording
-from normmatters.lab.run_folder import RunFolder, RunResult, describe_error
+from normmatters.lab.run_folder import RunFolder, RunResult
 from normmatters.lab.steps import Arithmetic, Evaluation, Stepper
 from normmatters.lab.translate import bleu, translate
 from normmatters.nn.sync import convert_sync_batchnorm
@@ -83,6 +85,8 @@ def train(
         ended = _from_first_process(ended, shard)  # all of them train, or none
         if ended is not None:
             return ended
+        begun_with = _from_first_process(folder.threads() if first and resume else None, shard)
+        config = _with_threads(config, begun_with, device, folder.path)
         try:
             with execution.settings(config, device):
                 if first and resume:
@@ -105,6 +109,17 @@ def train(
                 details = {"traceback": traceback.format_exc()} if reason["kind"] == "exception" else {}
                 folder.fail(**reason, **details)
             raise
+
+
+def _with_threads(config: RunConfig, begun_with: int | None, device: torch.device, folder: Path) -> RunConfig:
+    """The config with its number of threads, which stays what it was when the run began: sums depend on it."""
+    wanted = config.runtime.threads
+    if wanted and begun_with not in (None, wanted) and device.type == "cpu":
+        problem = f"began with {begun_with} threads, and its sums would round differently with {wanted}"
+        how = f"--set runtime.threads={begun_with} resumes it, --fresh begins again"
+        raise RunError("other_run", f"{folder}: {problem}: {how}")
+    threads = wanted or begun_with or torch.get_num_threads()
+    return replace(config, runtime=replace(config.runtime, threads=threads))
 
 
 def _from_first_process(value: Any, shard: Shard) -> Any:
@@ -287,6 +302,19 @@ class TrainingRun:
             return 0
         if not isinstance(state, dict) or state.get("config") != config_hash(self.config):
             raise RunError("checkpoint", f"the checkpoint in {self.folder.checkpoints} is of another config")
+        try:
+            epoch = self._restore(state)
+        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            if isinstance(error, RunError):
+                raise
+            problem = f"the last checkpoint in {self.folder.checkpoints} does not fit this run"
+            detail = (str(error) or type(error).__name__).splitlines()[0]
+            raise RunError("checkpoint", f"{problem} ({detail}): remove it, or begin again (--fresh)") from error
+        if self.shard.rank == 0:
+            self.folder.rewrite(self.rows)
+        return epoch
+
+    def _restore(self, state: dict[str, Any]) -> int:
         epoch, self.rows = int(state["epoch"]), json.loads(state["rows"])
         if (before := self.rows[-1]["step"] // epoch) != self.steps:  # a learning rate, or a norm, of another step
             problem = f"an epoch had {before} steps and has {self.steps} now: the data are not those that it began with"
@@ -299,8 +327,6 @@ class TrainingRun:
         if self.generator is not None:
             self.generator.set_state(state["dropout"].cpu())
         self._reseed(epoch)
-        if self.shard.rank == 0:
-            self.folder.rewrite(self.rows)
         return epoch
 
     def _reseed(self, epoch: int) -> None:
@@ -364,5 +390,5 @@ class TrainingRun:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
-            raise ValueError('runtime.tensorboard needs tensorboard: pip install "normmatters[lab]"') from None
+            raise ValueError("runtime.tensorboard needs tensorboard: pip install tensorboard") from None
         return SummaryWriter(str(self.folder.path / "tensorboard"), purge_step=start * self.steps)

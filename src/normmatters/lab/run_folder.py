@@ -24,7 +24,8 @@ from filelock import FileLock, Timeout
 
 import normmatters
 from normmatters.lab.config import RunConfig, config_hash, differences, from_dict, to_json
-from normmatters.lab.files import RunError, read_json, write_atomic, write_error
+from normmatters.lab.errors import RunError, write_error
+from normmatters.lab.files import read_json, read_object, read_plain, write_atomic
 from normmatters.provenance import commit, device_name
 
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # of a file system without them, such as Lustre often is
@@ -38,15 +39,6 @@ class RunResult:
     run_dir: Path
     metrics: dict[str, Any] = field(default_factory=dict)
     message: str = ""
-
-
-def describe_error(error: Exception) -> dict[str, str]:
-    """The ``kind`` and the ``message`` of what ended a run."""
-    if isinstance(error, RunError):
-        return {"kind": error.kind, "message": str(error)}
-    if isinstance(error, ValueError | torch.OutOfMemoryError):
-        return {"kind": "config" if isinstance(error, ValueError) else "memory", "message": str(error)}
-    return {"kind": "exception", "message": f"{type(error).__name__}: {error}"}
 
 
 class RunFolder:
@@ -75,22 +67,32 @@ class RunFolder:
 
     def check(self, config: RunConfig) -> None:
         """Refuse a folder that holds another run, unless that one has not trained for an epoch: it is cleared then."""
-        existing = self.path / "config.json"
-        if not existing.is_file():
-            return
         try:
-            old = from_dict(json.loads(existing.read_text(encoding="utf-8")), str(existing))
+            old = self.config()
         except ValueError as error:
-            raise RunError("other_run", f"{existing} cannot be read ({error}); choose another folder") from None
-        if config_hash(old) == config_hash(config):
+            problem = f"{self.path} holds a run that cannot be read ({error})"
+            raise RunError("other_run", f"{problem}; choose another folder") from None
+        if old is None or config_hash(old) == config_hash(config):
             return
         if self.has_results():
             raise RunError(
                 "other_run",
                 f"{self.path} holds another run ({', '.join(differences(old, config))}): "
-                "choose another folder, or throw it away (--fresh, resume=False)",
+                "choose another folder, or throw it away (--fresh)",
             )
         self.clear()
+
+    def config(self) -> RunConfig | None:
+        """What the folder says is run in it; None where it says nothing. Raises ValueError where it cannot be read."""
+        file = self.path / "config.json"
+        return from_dict(read_object(file), str(file)) if file.exists() else None
+
+    def threads(self) -> int | None:
+        """With how many threads the run has begun, if it has: on others its sums would round differently."""
+        with contextlib.suppress(ValueError):
+            if (config := self.config()) is not None and any(self.checkpoints.glob("epoch-*.sha256")):
+                return config.runtime.threads
+        return None
 
     def has_results(self) -> bool:
         """Whether a run has anything to lose: an epoch, a checkpoint, or how it ended. Missing data leave nothing."""
@@ -120,13 +122,18 @@ class RunFolder:
 
     def ended(self) -> RunResult | None:
         """The result of a run that finished, or that ended with NaN (it would again)."""
-        summary = read_json(self.path / "summary.json")
-        if summary is not None:
+        summary = read_json(self.path / "summary.json") or {}
+        if summary.get("status") == "finished":
             return RunResult("finished", self.path, summary)
-        error = read_json(self.path / "error.json")
-        if error is not None and error.get("kind") == "nan":
-            return RunResult("nan", self.path, error.get("metrics", {}), error.get("message", ""))
+        error = read_json(self.path / "error.json") or {}
+        metrics, message = error.get("metrics"), error.get("message")
+        if error.get("kind") == "nan":
+            return RunResult("nan", self.path, metrics if isinstance(metrics, dict) else {}, str(message or ""))
         return None
+
+    def diverged(self) -> bool:
+        ended = self.ended()
+        return ended is not None and ended.status == "nan"
 
     def append(self, row: dict[str, Any]) -> None:
         try:
@@ -154,10 +161,10 @@ class RunFolder:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The epochs of a ``metrics.jsonl``, none where there is no file; what follows a damaged line is left out."""
     rows: list[dict[str, Any]] = []
-    for line in path.read_bytes().splitlines() if path.exists() else ():
+    for line in read_plain(path).splitlines() if path.exists() else ():
         try:
             row = json.loads(line)
-        except ValueError:  # the line that was being written when the run was killed
+        except (ValueError, RecursionError):  # the line that was being written when the run was killed
             break
         if not isinstance(row, dict) or not isinstance(row.get("epoch"), int):
             break

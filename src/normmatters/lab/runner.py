@@ -106,7 +106,13 @@ class Runner:
             needed = state.get(run.needs, "done") if run.needs else "done"
             if needed in ("failed", "skipped"):
                 run.state, run.reason = "skipped", f"its reference {run.needs} did not finish"
+            elif needed == "done" and run.needs and RunFolder(run.needs).diverged():
+                run.state, run.reason = "skipped", f"its reference {run.needs} diverged: there are no norms to follow"
             elif needed == "done" and len(self._active) < self.workers:
+                if run.norms_lost:
+                    self._note(run, "has finished, but its norms are lost: its last checkpoint gives them again")
+                    (run.folder / "summary.json").unlink(missing_ok=True)
+                    run.norms_lost = False
                 launcher = self._launcher(run)
                 self._active[run.folder] = launcher.start(run.config, run.folder), launcher
                 run.state = "running"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import types
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -21,18 +22,34 @@ def _meant(word: str, known: list[str]) -> str:
 
 
 def build(cls: type, table: Any, prefix: str, origin: str) -> Any:
+    """``cls`` from a table. ``prefix`` is the table's place in its file, ``origin`` begins every error."""
+    values = convert(cls, table, prefix, origin)
+    try:
+        return cls(**values)
+    except ValueError as error:
+        raise ValueError(f"{origin}: {error}") from None
+
+
+def convert(cls: type, table: Any, prefix: str, origin: str) -> dict[str, Any]:
+    """The arguments of ``cls`` that ``table`` has, checked and converted."""
     if not isinstance(table, Mapping):
         raise ValueError(f"{origin}: [{prefix.rstrip('.')}] must be a table, got {table!r}")
-    hints = get_type_hints(cls)
-    values: dict[str, Any] = {}
+    hints, values = _hints(cls), dict[str, Any]()
     for key, value in table.items():
         if key not in hints:
-            raise ValueError(f"{origin}: unknown key {prefix + key!r}{suggest(key, hints)}")
+            inner = [f"{name}.{key}" for name, hint in hints.items() if key in _hints(hint)]
+            near = f"; did you mean {inner[0]!r}?" if inner else suggest(key, hints)
+            raise ValueError(f"{origin}: unknown key {prefix + key!r}{near}")
         if dataclasses.is_dataclass(hints[key]):
-            values[key] = build(hints[key], value, f"{prefix}{key}.", origin)  # type: ignore[arg-type]
+            values[key] = build(hints[key], value, f"{prefix}{key}.", origin)
         else:
             values[key] = _convert(value, hints[key], prefix + key, origin)
-    return cls(**values)
+    return values
+
+
+@functools.cache
+def _hints(cls: Any) -> dict[str, Any]:
+    return get_type_hints(cls) if dataclasses.is_dataclass(cls) else {}
 
 
 _NO = object()

@@ -24,6 +24,7 @@ from rich.progress import (
 from normmatters.lab.config import RunConfig
 from normmatters.lab.plan import PlannedRun
 from normmatters.lab.run import RunResult, train
+from normmatters.lab.run_folder import RunFolder
 from normmatters.lab.runner import Runner
 
 __all__ = ["RunsView", "metric_text", "train_with_progress"]
@@ -95,8 +96,9 @@ class RunsView:
             self.progress.remove_task(self._tasks.pop(run.folder))
         if run.state == "done":
             _, row = run.progress()
-            text = metric_text(row) if (run.folder / "summary.json").exists() else "diverged"
-            self.console.print(f"[green]✓[/] {_title(run)}[/]  {text}", highlight=False)
+            diverged = RunFolder(run.folder).diverged()
+            mark, text = ("[yellow]![/]", "diverged") if diverged else ("[green]✓[/]", metric_text(row))
+            self.console.print(f"{mark} {_title(run)}[/]  {text}", highlight=False)
         else:
             reason = "for the same reason" if run.reason in self._reasons else escape(run.reason)
             self._reasons.add(run.reason)

@@ -93,7 +93,7 @@ def bleu(hypotheses: list[str], references: list[str]) -> float:
     try:
         import sacrebleu
     except ImportError:
-        raise ValueError('BLEU needs sacrebleu: pip install "normmatters[lab]"') from None
+        raise ValueError("BLEU needs sacrebleu: pip install sacrebleu") from None
     return float(sacrebleu.corpus_bleu(hypotheses, [references]).score)
 
 

@@ -1,8 +1,8 @@
-"""Checkpoints of others into this library's models, and back: the same function, under the other names.
+"""Load checkpoints of others into this library's models, and save ours for others: the same function, other names.
 
-Known are the layers of the authors' repository (``norm_matters``: batch norms that keep the inverse scale, mean-only
+It knows the layers of the authors' repository ``norm_matters`` (batch norms that store the inverse scale, mean-only
 batch norm, both forms of bounded weight norm) and ``torch``'s weight norm in its two layouts. Checkpoints of
-``torch.nn``'s batch norms need nothing: keys and meaning are the same, so ``model.load_state_dict`` is all.
+``torch.nn``'s batch norms need only ``model.load_state_dict``: keys and meaning are the same.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
-from normmatters.migrate import norms, weights
+from normmatters.migrate import batch_norms, weight_norms
 
 __all__ = ["load", "to_norm_matters", "to_torch_weight_norm", "translate"]
 
@@ -41,7 +41,7 @@ def load(model: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -
         >>> bn.running_var
         tensor([  4.0000, 100.0000])
     """
-    translated = translate(model, state_dict)  # first: it looks at what it was given
+    translated = translate(model, state_dict)  # checks its arguments before anything is loaded
     return model.load_state_dict(translated, strict=strict)
 
 
@@ -50,8 +50,8 @@ def translate(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Tens
 
     Arguments and errors as in :func:`load`. Neither ``model`` nor ``state_dict`` is changed.
 
-    What becomes of a weight norm depends on the model's layer: a plain weight gets the product, classic weight norm g
-    and v, bounded weight norm v and ρ. The last has one length for all channels, so all of theirs must be equal.
+    The model's layer decides what a weight norm becomes: a plain weight gets the product, classic weight norm g and v,
+    bounded weight norm v and ρ. Bounded weight norm has one length for all channels, so all of theirs must be equal.
 
     Example::
 
@@ -69,9 +69,9 @@ def translate(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Tens
     if hasattr(state_dict, "_metadata"):  # the versions that modules were saved in
         state._metadata = state_dict._metadata  # type: ignore[attr-defined]
     for prefix, module in _modules(model):
-        if isinstance(module, norms.BATCH_NORMS):
-            norms.from_authors(state, prefix, module)
-        weights.from_others(state, prefix, module)
+        if isinstance(module, batch_norms.BATCH_NORMS):
+            batch_norms.from_authors(state, prefix, module)
+        weight_norms.from_others(state, prefix, module)
     return state
 
 
@@ -93,9 +93,9 @@ def to_norm_matters(model: nn.Module) -> dict[str, Tensor]:
     _check_model(model)
     state = dict(model.state_dict())
     for prefix, module in _modules(model):
-        if isinstance(module, norms.BATCH_NORMS):
-            norms.to_authors(state, prefix, module)
-        weights.to_authors(state, prefix, module)
+        if isinstance(module, batch_norms.BATCH_NORMS):
+            batch_norms.to_authors(state, prefix, module)
+        weight_norms.to_authors(state, prefix, module)
     return state
 
 
@@ -121,7 +121,7 @@ def to_torch_weight_norm(
     _check_model(model)
     state = dict(model.state_dict())
     for prefix, module in _modules(model):
-        weights.to_torch(state, prefix, module, layout)
+        weight_norms.to_torch(state, prefix, module, layout)
     return state
 
 
@@ -131,6 +131,6 @@ def _check_model(model: nn.Module) -> None:
 
 
 def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every module with the prefix of its keys; one that is at several places has its keys at each."""
+    """Every module with the prefix of its keys; a module at several places has its keys at each."""
     for path, module in model.named_modules(remove_duplicate=False):
         yield f"{path}." if path else "", module

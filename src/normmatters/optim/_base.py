@@ -21,7 +21,7 @@ from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 from torch.optim.sgd import sgd
 
-from normmatters.kernels.cpu.optimizer_rows import momentum_step_, why_not_step
+from normmatters.kernels.cpu.optimizer_rows import ROTATED, momentum_step_, why_not_step
 
 Group = dict[str, Any]
 Loss = TypeVar("Loss")
@@ -74,6 +74,12 @@ def check_number(name: str, value: float | Tensor, below: float = math.inf) -> N
     if not 0 <= value < below:
         bound = ">= 0 and finite" if below == math.inf else f"in [0, {below:g})"
         raise ValueError(f"{name} must be {bound}, got {value}")
+
+
+def check_numbers(**numbers: float | Tensor) -> None:
+    """`check_number` for several; momentum and Adam's β must stay below 1."""
+    for name, value in numbers.items():
+        check_number(name, value, below=1.0 if name in ("momentum", "beta1") else math.inf)
 
 
 def normalize_numbers(group: Group) -> None:
@@ -201,7 +207,7 @@ class Members(NamedTuple):
         if group.get("fused") is not None or group["foreach"] is not None or not self.params:
             return False
         device = self.params[0].device.type
-        if device != "cpu" or device in FUSED_ON:
+        if device != "cpu" or device in FUSED_ON or not ROTATED:
             return False
         return not why_not_step(self.params, self.grads, self.momentum_buffers() if group["momentum"] != 0 else [])
 
@@ -321,8 +327,8 @@ class WeightDecayFree(Optimizer):
 
     # Numbers in the state of a parameter, with their first values.
     _scalars: tuple[tuple[str, float], ...] = (("alpha", 1.0),)
-    # Numbers of a group, each with the bound that it must stay below.
-    _numbers: Mapping[str, float] = {}
+    # Numbers of a group, checked before each step.
+    _numbers: tuple[str, ...] = ()
 
     def _check_group(self, index: int, group: Group, decay: float) -> None:
         """Raise if the group's settings do not fit together; ``decay`` is lr · weight_decay, or 0 on a device."""
@@ -348,8 +354,7 @@ class WeightDecayFree(Optimizer):
     def _checked_decay(self, group: Group) -> float:
         """lr · weight_decay, or 0 where only a device knows it; raises on numbers that are out of range."""
         normalize_numbers(group)
-        for name, bound in self._numbers.items():
-            check_number(name, group[name], bound)
+        check_numbers(**{name: group[name] for name in self._numbers})
         lr, weight_decay = group["lr"], group["weight_decay"]
         return host_value(lr) * host_value(weight_decay) if on_host(lr) and on_host(weight_decay) else 0.0
 
@@ -357,8 +362,8 @@ class WeightDecayFree(Optimizer):
         check_own_groups(self, state)
         super().__setstate__(state)
 
-    def _gather(self) -> tuple[list[tuple[Group, Members]], list[tuple[Group, Members]]]:
-        """What steps now: (ordinary groups, cohorts of weight-decay-free groups).
+    def _gather(self) -> tuple[list[tuple[Group, Members]], list[tuple[Group, Members, Any, Any]]]:
+        """What steps now: (ordinary groups, cohorts of weight-decay-free groups, each with its η and λ).
 
         Everything that can be refused is refused here, before the first parameter changes.
         """
@@ -379,7 +384,11 @@ class WeightDecayFree(Optimizer):
             if group["check_invariance"] and not capturing and not all("alpha" in state for state in members.states):
                 self._check_invariance(index, group)
             free.append((group, members))
-        return ordinary, [(group, cohort) for group, members in free for cohort in self._cohorts(group, members)]
+        cohorts = []
+        for group, members in free:
+            lr, weight_decay = rates(group, read=not group["capturable"])
+            cohorts += [(group, cohort, lr, weight_decay) for cohort in self._cohorts(group, members)]
+        return ordinary, cohorts
 
     def _check_invariance(self, index: int, group: Group) -> None:
         """A scale-invariant weight has ⟨w, ∇L⟩ = 0; looked at once, in the parameter's first step."""

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normmatters.optim._base import check_number
+from normmatters.optim._base import check_numbers
 from normmatters.optim.channels import channel_norms, check_pairs
 
 
@@ -34,7 +34,7 @@ def filter_sums(momentum: float, nesterov: bool = False) -> tuple[float, float]:
     >>> filter_sums(0.5)
     (2.0, 1.3333333333333333)
     """
-    check_number("momentum", momentum, below=1.0)
+    check_numbers(momentum=momentum)
     q = 1 / (1 - momentum**2)
     return 1 / (1 - momentum), (1 + momentum) ** 2 + momentum**4 * q if nesterov else q
 
@@ -45,8 +45,7 @@ def equilibrium_angle(lr: float, weight_decay: float, momentum: float = 0.0, *, 
     >>> round(equilibrium_angle(0.1, 5e-4, 0.9), 6)
     0.007255
     """
-    check_number("lr", lr)
-    check_number("weight_decay", weight_decay)
+    check_numbers(lr=lr, weight_decay=weight_decay)
     s, q = filter_sums(momentum, nesterov)
     return math.sqrt(2 * lr * weight_decay * q / s)
 
@@ -64,10 +63,8 @@ def equilibrium_norm(
     """
     if not isinstance(unit_gradient, Tensor):
         raise TypeError(f"unit_gradient must be a tensor, got {type(unit_gradient).__name__}")
-    check_number("lr", lr)
-    check_number("weight_decay", weight_decay)
-    if weight_decay == 0:
-        raise ValueError("without weight decay there is no equilibrium: the norm grows for ever")
+    check_numbers(lr=lr, weight_decay=weight_decay)
+    _check_decay(weight_decay)
     s, _ = filter_sums(momentum, nesterov)
     return unit_gradient.sqrt() * math.sqrt(math.sqrt(lr * s / (2 * weight_decay)))
 
@@ -78,9 +75,7 @@ def adamw_equilibrium_angle(lr: float, weight_decay: float, beta1: float = 0.9) 
     >>> round(adamw_equilibrium_angle(1e-3, 0.1, 0.9), 6)
     0.003244
     """
-    check_number("lr", lr)
-    check_number("weight_decay", weight_decay)
-    check_number("beta1", beta1, below=1.0)
+    check_numbers(lr=lr, weight_decay=weight_decay, beta1=beta1)
     return math.sqrt(2 * lr * weight_decay * (1 - beta1) / (1 + beta1))
 
 
@@ -90,12 +85,14 @@ def adamw_equilibrium_norm(numel: int, lr: float, weight_decay: float) -> float:
     >>> round(adamw_equilibrium_norm(576, lr=1e-3, weight_decay=0.1), 4)
     1.6971
     """
-    check_number("numel", numel)
-    check_number("lr", lr)
-    check_number("weight_decay", weight_decay)
+    check_numbers(numel=numel, lr=lr, weight_decay=weight_decay)
+    _check_decay(weight_decay)
+    return math.sqrt(lr * numel / (2 * weight_decay))
+
+
+def _check_decay(weight_decay: float) -> None:
     if weight_decay == 0:
         raise ValueError("without weight decay there is no equilibrium: the norm grows for ever")
-    return math.sqrt(lr * numel / (2 * weight_decay))
 
 
 def steps_to_equilibrium(lr: float, weight_decay: float, momentum: float = 0.0) -> float:
@@ -104,8 +101,7 @@ def steps_to_equilibrium(lr: float, weight_decay: float, momentum: float = 0.0) 
     >>> round(steps_to_equilibrium(0.1, 5e-4, 0.9))
     500
     """
-    check_number("lr", lr)
-    check_number("weight_decay", weight_decay)
+    check_numbers(lr=lr, weight_decay=weight_decay)
     rate = 4 * lr * weight_decay * filter_sums(momentum)[0]
     return 1 / rate if rate > 0 else math.inf
 
@@ -124,15 +120,13 @@ def norm_trajectory(
     >>> round(angles[-1] / equilibrium_angle(0.1, 5e-4, 0.9), 6)
     1.0
     """
-    check_number("weight_decay", weight_decay)
-    check_number("unit_gradient", unit_gradient)
-    check_number("norm", norm)
+    check_numbers(weight_decay=weight_decay, unit_gradient=unit_gradient, norm=norm)
     if norm == 0:
         raise ValueError("norm must be positive: a weight of norm zero has no direction to turn")
     s, q = filter_sums(momentum)
     norms, angles, fourth = [], [], norm**4
     for lr in lrs:
-        check_number("lr", lr)
+        check_numbers(lr=lr)
         lr = float(lr)  # a NumPy float32 would make everything after it float32
         norms.append(fourth**0.25)
         angles.append(lr * math.sqrt(q / fourth) * unit_gradient)

@@ -95,19 +95,19 @@ class NormSchedule(LRScheduler):
         self._others = others
         if others == "scheduled":
             _check_unmixed(channels, self._groups, optimizer)
-        known, known_powers = exponents(optimizer) or (None, None)
+        kind, (known, known_powers) = type(optimizer).__name__, exponents(optimizer) or (None, None)
         powers = known_powers if state_powers is None else state_powers
         if powers is None:
             raise ValueError(
-                f"how the state of {type(optimizer).__name__} scales is not known: pass state_powers={{name: power}}, "
-                "-1 for averages of gradients, -2 for averages of their squares, 0 for what stays"
+                f"how the state of {kind} scales is not known: pass state_powers={{name: power}}, with -1 for averages "
+                "of gradients, -2 for averages of their squares, 0 for what stays"
             )
         self._powers = powers
         exponent = known if exponent is None else exponent
         if exponent is None:
             raise ValueError(
-                f"how the steps of {type(optimizer).__name__} scale is not known: pass exponent=2 where they are as "
-                "long as the gradients, as SGD's, and 1 where they do not depend on their length, as Adam's"
+                f"how the steps of {kind} scale is not known: pass exponent=2 where they grow with the gradients, as "
+                "SGD's, and 1 where they do not, as Adam's"
             )
         if not exponent > 0:
             raise ValueError(f"exponent must be positive, got {exponent}")
@@ -125,10 +125,8 @@ class NormSchedule(LRScheduler):
             raise ValueError("NormSchedule cannot jump to an epoch: each norm follows from the one before")
         initial = self.last_epoch == -1
         if len(self.optimizer.param_groups) != len(self.base_lrs):
-            raise ValueError(
-                f"the optimizer has {len(self.optimizer.param_groups)} parameter groups, and had {len(self.base_lrs)} "
-                "when NormSchedule was built: add parameter groups before"
-            )
+            now, then = len(self.optimizer.param_groups), len(self.base_lrs)
+            raise ValueError(f"the optimizer has {now} parameter groups and had {then}: add groups before NormSchedule")
         self._channels.check_norms_stay_free(self.optimizer, {*self._groups})
         factors = self._source.advance(initial)
         self._rescale(factors)
@@ -223,21 +221,19 @@ class _FromSchedule:
                 "cycle_momentum=False"
             )
         self._initial, self._groups, self._power = initial, groups, power
-        self._shadow.step()
-        self._check()
-
-    def _check(self) -> None:
-        for group in set(self._groups):
-            if not self.lr(group, 0.0) > 0:
-                raise ValueError(
-                    f"the schedule sets the learning rate {self.lr(group, 0.0)}: the norm would be infinite"
-                )
+        self._shadow.step()  # so that PyTorch does not warn of a scheduler before its optimizer
+        self._factors()  # raises on a learning rate of 0
 
     def advance(self, initial: bool) -> list[float]:
         if not initial:
             self._scheduler.step()
-            self._check()
-        return [(self._initial[g] / self.lr(g, 0.0)) ** self._power for g in self._groups]
+        return self._factors()
+
+    def _factors(self) -> list[float]:
+        lrs = [self.lr(g, 0.0) for g in self._groups]
+        if not min(lrs) > 0:
+            raise ValueError(f"the schedule sets the learning rate {min(lrs)}: the norm would be infinite")
+        return [(self._initial[g] / lr) ** self._power for g, lr in zip(self._groups, lrs)]
 
     def target(self, channels: Channels) -> Tensor | None:
         return None

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from normmatters.optim._base import check_number
+from normmatters.optim._base import check_numbers
 from normmatters.optim.equilibrium import equilibrium_angle, filter_sums, steps_to_equilibrium
 from normmatters.optim.weight_decay_free import largest_decay
 from normmatters.text_table import aligned
@@ -25,9 +25,7 @@ class Recipe:
     momentum: float = 0.0
 
     def __post_init__(self) -> None:
-        check_number("lr", self.lr)
-        check_number("weight_decay", self.weight_decay)
-        check_number("momentum", self.momentum, below=1.0)
+        check_numbers(lr=self.lr, weight_decay=self.weight_decay, momentum=self.momentum)
 
     @property
     def angle(self) -> float:
@@ -39,14 +37,14 @@ class Recipe:
 
         Exact from the first step if scale-invariant weights start √(lr'/lr) times as long; else from equilibrium on.
         """
-        check_number("lr", lr)
+        check_numbers(lr=lr)
         if lr == 0:
             raise ValueError("no weight decay gives the same training at lr 0")
         return replace(self, lr=lr, weight_decay=self.lr * self.weight_decay / lr)
 
     def with_weight_decay(self, weight_decay: float) -> Recipe:
         """The same training at another weight decay: ηλ stays, so the angle stays."""
-        check_number("weight_decay", weight_decay)
+        check_numbers(weight_decay=weight_decay)
         if weight_decay == 0:
             raise ValueError("no lr gives the same training at weight decay 0: use the angle, or WeightDecayFreeSGD")
         return replace(self, weight_decay=weight_decay, lr=self.lr * self.weight_decay / weight_decay)
@@ -56,14 +54,13 @@ class Recipe:
 
         Consecutive steps are then correlated differently, but directions are forgotten at the same rate.
         """
-        check_number("momentum", momentum, below=1.0)
+        check_numbers(momentum=momentum)
         return replace(self, momentum=momentum, lr=self.lr * (1 - momentum) / (1 - self.momentum))
 
     @classmethod
     def from_angle(cls, angle: float, lr: float, momentum: float = 0.0) -> Recipe:
         """The recipe with this learning rate that turns weights by ``angle`` per step in equilibrium."""
-        check_number("angle", angle)
-        check_number("lr", lr)
+        check_numbers(angle=angle, lr=lr)
         if lr == 0:
             raise ValueError("no weight decay turns weights at lr 0")
         s, q = filter_sums(momentum)

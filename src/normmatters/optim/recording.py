@@ -162,9 +162,7 @@ class Recording:
         where = {int(s): r for r, s in enumerate(self.steps.tolist())}
         missing = [e for e in self.epoch_ends if e not in where]
         if missing:
-            raise ValueError(
-                f"no row was recorded at the end of an epoch, step {missing[0]}: record every step or epoch"
-            )
+            raise ValueError(f"no row was recorded at an epoch's end, step {missing[0]}: record every step or epoch")
         return [where[e] for e in self.epoch_ends]
 
     def rows_by_step(self, form: Form) -> Tensor:

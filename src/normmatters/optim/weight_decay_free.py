@@ -94,7 +94,7 @@ class WeightDecayFreeSGD(WeightDecayFree):
 
     # pending: what the momentum buffer must still be multiplied by.
     _scalars = (("alpha", 1.0), ("kappa", 0.0), ("pending", 1.0))
-    _numbers = {"lr": math.inf, "momentum": 1.0, "weight_decay": math.inf}
+    _numbers = ("lr", "momentum", "weight_decay")
 
     def __init__(
         self,
@@ -187,13 +187,12 @@ class WeightDecayFreeSGD(WeightDecayFree):
         loss = evaluate(closure)
         ordinary, cohorts = self._gather()
         # α of every cohort first: if a schedule is refused, no weight has moved yet.
-        coming = [self._next_scalars(group, cohort.states[0]) for group, cohort in cohorts]
-        for group, members in ordinary:
-            sgd_(group, members)
-        for (group, cohort), (lr, weight_decay, next_alpha, next_kappa) in zip(cohorts, coming):
+        coming = [self._next_scalars(group, cohort.states[0], *rates) for group, cohort, *rates in cohorts]
+        for (group, cohort, lr, weight_decay), (next_alpha, next_kappa) in zip(cohorts, coming):
             params, grads, (state, *_) = cohort
             momentum, sign = group["momentum"], -1.0 if group["maximize"] else 1.0
             kappa, pending = state["kappa"], state["pending"]
+            buffers = cohort.momentum_buffers() if momentum != 0 else []
             step_size = lr * state["alpha"] * next_alpha
             if momentum == 0 and (idle := [i for i, one in enumerate(cohort.states) if "momentum_buffer" in one]):
                 # V ← sV + ηκ∇L, of a buffer from the time when there was momentum
@@ -202,26 +201,24 @@ class WeightDecayFreeSGD(WeightDecayFree):
                 add_(idle_buffers, [grads[i] for i in idle], sign * lr * kappa)
             if not group["capturable"] and cohort.use_native(group):
                 # The equations below in one pass: Δw and the new V are linear in V and ∇L.
-                remains, buffers = momentum * pending, cohort.momentum_buffers() if momentum != 0 else []
+                remains = momentum * pending
                 of_weight, of_buffer = (0.0, -step_size * remains, -step_size * sign), (0.0, remains, sign)
                 if group["nesterov"]:
                     of_weight = (0.0, -step_size * remains * momentum, -step_size * sign * (1 + momentum))
                     of_buffer = (0.0, remains * (1 - lr * weight_decay), sign * (1 + lr * momentum * kappa))
                 momentum_step_(params, grads, buffers, of_weight, of_buffer)
             elif not group["nesterov"] and not group["capturable"] and cohort.use_fused(group):
-                if momentum != 0 and pending != 1:  # left by captured steps
-                    multiply_(cohort.momentum_buffers(), pending)
+                if buffers and pending != 1:  # left by captured steps
+                    multiply_(buffers, pending)
                 sgd_(group | {"fused": True}, cohort, step_size, 0.0)  # V ← μV + ∇L,  w ← w − η α_t α_{t+1} V
             elif momentum == 0:
                 add_(params, grads, -sign * step_size)  # w ← w − η α_t α_{t+1} ∇L
             elif group["nesterov"]:
-                buffers = cohort.momentum_buffers()  # w ← w − η α_t α_{t+1} ((1+μ)∇L + μ²V),
-                add_(params, grads, -sign * (1 + momentum) * step_size)
+                add_(params, grads, -sign * (1 + momentum) * step_size)  # w ← w − η α_t α_{t+1} ((1+μ)∇L + μ²V)
                 add_(params, buffers, -(momentum**2) * pending * step_size)
                 multiply_(buffers, momentum * pending * (1 - lr * weight_decay))  # V ← (1−ηλ)μV + (1+ημκ)∇L
                 add_(buffers, grads, sign * (1 + lr * momentum * kappa))
             else:
-                buffers = cohort.momentum_buffers()
                 multiply_(buffers, momentum * pending)  # V ← μV + ∇L
                 add_(buffers, grads, sign)
                 add_(params, buffers, -step_size)  # w ← w − η α_t α_{t+1} V
@@ -233,14 +230,15 @@ class WeightDecayFreeSGD(WeightDecayFree):
                 pending = 1 / factor
             elif factor != 1:
                 multiply_(params, factor)
-                if buffers := [one["momentum_buffer"] for one in cohort.states if "momentum_buffer" in one]:
-                    multiply_(buffers, 1 / factor)
+                if present := [one["momentum_buffer"] for one in cohort.states if "momentum_buffer" in one]:
+                    multiply_(present, 1 / factor)
             self._store(group, cohort, (next_alpha * factor, next_kappa, pending))
+        for group, members in ordinary:
+            sgd_(group, members)
         return loss
 
-    def _next_scalars(self, group: Group, state: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
-        """(η_t, λ, α_{t+1}, κ_{t+1}) of a cohort: Python floats, or 0-dim float64 tensors when capturable."""
-        lr, weight_decay = rates(group, read=not group["capturable"])
+    def _next_scalars(self, group: Group, state: dict[str, Any], lr: Any, weight_decay: Any) -> tuple[Any, Any]:
+        """(α_{t+1}, κ_{t+1}) of a cohort: Python floats, or 0-dim float64 tensors when capturable."""
         settings = lr, weight_decay, group["momentum"], group["nesterov"]
         next_alpha, next_kappa = next_alpha_kappa(state["alpha"], state["kappa"], *settings)
         if not group["capturable"] and not next_alpha > 0:
@@ -248,4 +246,4 @@ class WeightDecayFreeSGD(WeightDecayFree):
                 f"lr {lr:g} and momentum {group['momentum']:g} now turn the scale alpha negative, although lr * "
                 "weight_decay is within its bound: the momentum fell, or the lr rose, too fast after the last step"
             )
-        return lr, weight_decay, next_alpha, next_kappa
+        return next_alpha, next_kappa

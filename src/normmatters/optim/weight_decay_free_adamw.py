@@ -13,7 +13,6 @@ not a factor on the weights.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -55,7 +54,7 @@ class WeightDecayFreeAdamW(WeightDecayFree):
         ...     [{"params": convs}, {"params": others, "weight_decay_free": False}], lr=1e-3, weight_decay=0.05)
     """
 
-    _numbers = {"lr": math.inf, "eps": math.inf, "weight_decay": math.inf}
+    _numbers = ("lr", "eps", "weight_decay")
 
     def __init__(
         self,
@@ -137,11 +136,10 @@ class WeightDecayFreeAdamW(WeightDecayFree):
         loss = evaluate(closure)
         ordinary, cohorts = self._gather()
         for group, members in ordinary:
-            lr = group["lr"] if group["capturable"] else host_value(group["lr"])
+            own_lr = group["lr"] if group["capturable"] else host_value(group["lr"])
             for part in members.by_kind():
-                self._adamw(group, part, lr, group["weight_decay"])
-        for group, cohort in cohorts:
-            lr, weight_decay = rates(group, read=not group["capturable"])
+                self._adamw(group, part, own_lr, group["weight_decay"])
+        for group, cohort, lr, weight_decay in cohorts:
             alpha = cohort.states[0]["alpha"]
             next_alpha = alpha / (1 - lr * weight_decay)
             scale, step_size = alpha, lr * next_alpha

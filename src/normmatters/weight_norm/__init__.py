@@ -3,6 +3,7 @@
 from normmatters.weight_norm.fused import fuse, unfuse
 from normmatters.weight_norm.move_rho import move_rho_to_last_layer
 from normmatters.weight_norm.parametrizations import BoundedWeight, ClassicWeight, initial_rho
+from normmatters.weight_norm.projection import project_weights
 from normmatters.weight_norm.register import (
     WeightNormReport,
     apply_weight_norm,
@@ -21,6 +22,7 @@ __all__ = [
     "fuse",
     "initial_rho",
     "move_rho_to_last_layer",
+    "project_weights",
     "remove_weight_norm",
     "unfuse",
 ]

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from normmatters.functional.weight import slice_norm
 from normmatters.weight_norm.parametrizations import BoundedWeight, ClassicWeight, weight_norm_of
+from normmatters.weight_norm.projection import watch
 
 __all__ = ["complete_class"]
 
@@ -24,7 +26,11 @@ _WEIGHTS_OF_THIS_PASS = "_weights_of_this_pass"  # in the dictionary of a recurr
 def complete_class(module: nn.Module) -> None:
     """Add the missing methods to the class of a parametrized module."""
     cls = type(module)
-    methods: dict[str, Any] = {"__reduce_ex__": _reduce_ex, "_load_from_state_dict": _load_from_state_dict}
+    methods: dict[str, Any] = {
+        "__reduce_ex__": _reduce_ex,
+        "__setstate__": _setstate,
+        "_load_from_state_dict": _load_from_state_dict,
+    }
     if not hasattr(cls.__bases__[0], "__deepcopy__"):
         methods["__deepcopy__"] = _deepcopy
     if isinstance(module, nn.RNNBase):
@@ -113,6 +119,11 @@ def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
     return replica
 
 
+def _setstate(self: nn.Module, state: Any) -> None:
+    _class_before(self).__setstate__(self, state)
+    watch(self)
+
+
 # Plain checkpoints ----------------------------------------------------------------------------------------------------
 
 
@@ -129,6 +140,8 @@ def _load_from_state_dict(
     for name in _parametrizations(self):
         plain, target = prefix + name, f"{prefix}parametrizations.{name}."
         parametrization = weight_norm_of(self, name)
+        if isinstance(parametrization, BoundedWeight):
+            _fit_length(state_dict, target, parametrization)
         if parametrization is None or plain not in state_dict or any(key.startswith(target) for key in state_dict):
             continue
         weight = state_dict[plain]
@@ -145,6 +158,15 @@ def _load_from_state_dict(
     _class_before(self)._load_from_state_dict(
         self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
     )
+
+
+def _fit_length(state_dict: dict[str, Any], target: str, norm: BoundedWeight) -> None:
+    """Let checkpoints of bounded weight norm with and without ``project`` load into each other."""
+    key, v = f"{target}0.length", state_dict.get(f"{target}original")
+    if norm.length is None:
+        state_dict.pop(key, None)
+    elif key not in state_dict and isinstance(v, Tensor):
+        state_dict[key] = slice_norm(v, dim=norm.dim, p=norm.p, k=norm.k)
 
 
 # Recurrent networks ---------------------------------------------------------------------------------------------------

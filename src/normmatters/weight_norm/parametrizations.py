@@ -80,11 +80,12 @@ class BoundedWeight(WeightNorm):
     """w_i = ρ · v_i / ‖v_i‖_p with a fixed ρ (F12, F13).
 
     ``rho`` is a scalar buffer in the state dict. It stays in fp32 or better when the module is cast to fp16 or bf16, so
-    that a cast does not change the scale of the network.
+    that a cast does not change the scale of the network. With ``project``, ``length`` is a buffer too: the initial
+    ‖v_i‖_p of each slice, shaped to broadcast against v.
 
     Args:
         v: the weight to begin with, of any shape; ``rho="init"`` takes ρ from it.
-        dim, p, rho, k: as in :func:`bounded_weight_norm`.
+        dim, p, rho, k, project: as in :func:`bounded_weight_norm`.
 
     Example:
         >>> weight = BoundedWeight(torch.ones(2, 4), rho=2.0)
@@ -94,6 +95,7 @@ class BoundedWeight(WeightNorm):
     """
 
     rho: Tensor
+    length: Tensor | None
 
     def __init__(
         self,
@@ -103,8 +105,13 @@ class BoundedWeight(WeightNorm):
         p: float = 2,
         rho: float | Literal["init"] = "init",
         k: int | None = None,
+        project: bool = False,
     ) -> None:
         check_slices(v, dim=dim, p=p, k=k)
+        if not isinstance(project, bool):
+            raise TypeError(f"project must be True or False, got {project!r}")
+        if project and v.is_meta:
+            raise ValueError("project=True needs the initialised weight, got one on the meta device")
         given: float | None = None
         if isinstance(rho, str):
             if rho != "init":
@@ -120,7 +127,9 @@ class BoundedWeight(WeightNorm):
             value = _given_for(v, given)
         super().__init__(dim, p, k)
         self.given = given
+        self.ndim = v.ndim
         self.register_buffer("rho", value)
+        self.register_buffer("length", slice_norm(v.detach(), dim=dim, p=p, k=k) if project else None)
 
     def forward(self, v: Tensor) -> Tensor:
         return self.compute(v, self.rho)
@@ -134,19 +143,26 @@ class BoundedWeight(WeightNorm):
         return stack._parameters.get("original"), self._buffers["rho"]
 
     def state_from_plain(self, weight: Tensor) -> dict[str, Tensor]:
-        """v, and the ρ that this weight would have given."""
+        """v, and the ρ and the lengths that this weight would have given."""
         rho = self.rho
         if self.given is None:
             rho = initial_rho(weight, dim=self.dim, p=self.p, k=self.k)
         elif rho.is_meta:
             rho = _given_for(weight, self.given)
-        return {"original": weight, "0.rho": rho}
+        state = {"original": weight, "0.rho": rho}
+        if self.length is not None:
+            state["0.length"] = slice_norm(weight, dim=self.dim, p=self.p, k=self.k)
+        return state
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + (", project=True" if self.length is not None else "")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        rho = self.rho
+        rho, length = self.rho, self.length
         super()._apply(fn, recurse)
         if self.rho.dtype in (torch.float16, torch.bfloat16):
             self.rho = rho.to(self.rho.device)
+            self.length = None if length is None else length.to(self.rho.device)
         if rho.is_meta and not self.rho.is_meta and self.given is not None:
             self.rho.fill_(self.given)  # ``to_empty`` leaves whatever was in the memory
         return self

@@ -13,6 +13,7 @@ from normmatters.functional.weight import check_norm, check_rho, check_slices, h
 from normmatters.weight_norm.fused import fuse, unfuse
 from normmatters.weight_norm.module_class import complete_class
 from normmatters.weight_norm.parametrizations import BoundedWeight, ClassicWeight, WeightNorm, weight_norm_of
+from normmatters.weight_norm.projection import watch
 
 __all__ = [
     "WeightNormReport",
@@ -42,6 +43,7 @@ def bounded_weight_norm(
     rho: float | Literal["init"] = "init",
     *,
     k: int | None = None,
+    project: bool = False,
 ) -> M:
     """Give every output channel of ``module.<name>`` the same fixed norm: w_i = ρ · v_i / ‖v_i‖_p (F12, F13).
 
@@ -52,14 +54,16 @@ def bounded_weight_norm(
         p: norm order, a number ≥ 1 or ``math.inf``.
         rho: the norm, or ``"init"`` for ‖V‖_p / N^{1/p} of the weight as it is now (N channels).
         k: with ``p=math.inf``, Top(k): the sum of the k largest magnitudes.
+        project: give every v_i its initial norm back after each step of a ``torch.optim`` optimizer, so that the
+            effective step size stays η. (:func:`normmatters.weight_norm.project_weights` does it after other steps.)
 
     Returns:
         ``module``. Its parameter object becomes ``module.parametrizations.<name>.original`` (v), so an optimizer made
         before still trains it. ``rho`` is a buffer beside it. A checkpoint with a plain ``<name>`` loads into it, with
         ρ taken from the loaded weight unless a number was given here.
 
-    v enters only by its direction: its gradient is orthogonal to it, its norm grows in training, and weight decay on
-    it changes nothing but the step size. The same holds in an average of models: averaged are the v.
+    v enters only by its direction: its gradient is orthogonal to it, its norm grows in training (unless you
+    ``project``), and weight decay on it changes nothing but the step size. In an average of models the v are averaged.
 
     Raises:
         ValueError: no such parameter, already parametrized, a channel that is zero (it has no direction; an
@@ -71,7 +75,7 @@ def bounded_weight_norm(
         True
     """
     v = _parameter_for("bounded", module, name, dim, p, k)
-    return _register(module, name, BoundedWeight(v, dim=dim, p=p, rho=rho, k=k))
+    return _register(module, name, BoundedWeight(v, dim=dim, p=p, rho=rho, k=k, project=project))
 
 
 def classic_weight_norm(
@@ -95,6 +99,7 @@ def _register(module: M, name: str, norm: BoundedWeight | ClassicWeight) -> M:
     norm.followed_by = (*names[names.index(name) + 1 :],)
     parametrize.register_parametrization(module, name, norm)
     complete_class(module)
+    watch(module)
     return module
 
 
@@ -166,6 +171,7 @@ def apply_weight_norm(
     k: int | None = None,
     rho: float | Literal["init"] = "init",
     kind: Literal["bounded", "classic"] = "bounded",
+    project: bool = False,
     embeddings: bool = False,
     fused: bool = True,
 ) -> WeightNormReport:
@@ -176,6 +182,7 @@ def apply_weight_norm(
         filter: ``filter(name, module) -> bool`` picks the layers, by their name in ``named_modules()``.
         p, k, rho: as in :func:`bounded_weight_norm`; ``rho="init"`` is taken from each weight.
         kind: ``"bounded"`` (F12, F13) or ``"classic"`` with a learned length (F11; it has no ``rho``).
+        project: hold every v at its initial norm, as in :func:`bounded_weight_norm`.
         embeddings: normalize the rows of ``nn.Embedding`` too.
         fused: on a GPU compute all weights together, in a few kernels per forward pass of ``model``: see
             :func:`normmatters.weight_norm.fuse`, which also says which layers still compute their own.
@@ -206,6 +213,10 @@ def apply_weight_norm(
         check_rho(rho)
         if kind == "classic":
             raise ValueError(f"classic weight norm learns its norms and takes no rho, got rho = {rho}")
+    if not isinstance(project, bool):
+        raise TypeError(f"project must be True or False, got {project!r}")
+    if project and kind == "classic":
+        raise ValueError("project=True needs kind='bounded', got kind='classic'")
 
     report = WeightNormReport()
     chosen: list[_Candidate] = []
@@ -224,7 +235,7 @@ def apply_weight_norm(
     for candidate in _without_torn_ties(model, chosen, report, kind):
         try:
             if kind == "bounded":
-                bounded_weight_norm(candidate.module, candidate.name, candidate.dim, p, rho, k=k)
+                bounded_weight_norm(candidate.module, candidate.name, candidate.dim, p, rho, k=k, project=project)
             else:
                 classic_weight_norm(candidate.module, candidate.name, candidate.dim, p, k=k)
         except (TypeError, ValueError) as error:

@@ -11,7 +11,7 @@ def load(train_size: int = 1437) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     try:
         from sklearn.datasets import load_digits
     except ImportError:
-        raise ValueError('the digits set comes with scikit-learn: pip install "normmatters[lab]"') from None
+        raise ValueError("the digits set comes with scikit-learn: pip install scikit-learn") from None
     bunch = load_digits()
     x = torch.from_numpy(bunch.images)
     x = (x * (255 / 16)).round().to(torch.uint8).unsqueeze(-1)  # the scanner's 17 grey levels

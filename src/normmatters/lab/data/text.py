@@ -68,13 +68,13 @@ def make_tokenizer(lines: list[str], vocab_size: int, learned: str | None = None
     try:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     except ImportError:
-        raise ValueError('text needs tokenizers: pip install "normmatters[lab]"') from None
+        raise ValueError("text needs tokenizers: pip install tokenizers") from None
     if learned is not None:
         try:
             tokenizer = Tokenizer.from_str(learned)
         except Exception as error:  # tokenizers raises nothing more special
             problem = f"the run's tokenizer.json is damaged ({error})"
-            raise ValueError(f"{problem}: begin again (--fresh, resume=False)") from None
+            raise ValueError(f"{problem}: begin again (--fresh)") from None
         tokenizer.encode_special_tokens = True
         return tokenizer
     tokenizer = Tokenizer(models.BPE())

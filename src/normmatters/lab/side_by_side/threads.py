@@ -15,8 +15,8 @@ import torch
 
 from normmatters.lab.config import RunConfig
 from normmatters.lab.data import warm_text_cache
+from normmatters.lab.errors import describe_error
 from normmatters.lab.processes import train_when_free
-from normmatters.lab.run_folder import describe_error
 from normmatters.lab.side_by_side.graphs import own_stream
 from normmatters.lab.side_by_side.rwlock import gpu
 

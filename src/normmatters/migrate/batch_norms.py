@@ -1,8 +1,8 @@
 """The authors' batch norms: what their state means, and the same in ours.
 
-``models/lp_norm.py`` keeps γ, β as ``scale`` and ``mean`` and in ``running_var`` the *inverse* scale; the L1 of
-``models/mean_bn.py`` keeps the scale itself as ``running_scale``; ``MeanBN`` there has a mean alone. None has an
-eps in evaluation.
+``models/lp_norm.py`` stores γ, β as ``scale`` and ``mean``, and the *inverse* scale in ``running_var``. The L1 norm of
+``models/mean_bn.py`` stores the scale itself as ``running_scale``. ``MeanBN`` there has a mean alone. None has an eps
+in evaluation.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ def from_authors(state: dict[str, Tensor], prefix: str, module: LpBatchNorm | _B
                 raise ValueError(
                     f"{prefix}{name} is missing: expected {', '.join(_INVERSE)} of the authors' batch norm"
                 )
-        kept = _positive(state, f"{prefix}running_var", "inverse scales", module)
+        scales = _positive(state, f"{prefix}running_var", "inverse scales", module)
         state[f"{prefix}weight"], state[f"{prefix}bias"] = state.pop(f"{prefix}scale"), state.pop(f"{prefix}mean")
-        _set_scale(state, prefix, kept.double().reciprocal(), kept.dtype, module.eps)
+        _set_scale(state, prefix, scales.double().reciprocal(), scales.dtype, module.eps)
         state.pop(f"{prefix}meanTOPK", None)  # a moving average of Top(k), which evaluation does not use
     elif "running_scale" in names:
-        kept = _positive(state, f"{prefix}running_scale", "scales", module)
-        _set_scale(state, prefix, kept.double(), kept.dtype, module.eps)
+        scales = _positive(state, f"{prefix}running_scale", "scales", module)
+        _set_scale(state, prefix, scales.double(), scales.dtype, module.eps)
     else:
         return
     state[f"{prefix}num_batches_tracked"] = torch.zeros((), dtype=torch.long)

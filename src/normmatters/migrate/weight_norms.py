@@ -1,8 +1,8 @@
 """Weight norms of torch and of the authors: g and v with w = g·v/‖v‖₂, under several names, and the same in ours.
 
-torch's hooks write ``weight_g`` and ``weight_v``, its parametrizations ``original0`` and ``original1``. The authors add
-to the hooks' names ``weight_g_prenorm`` (``models/bwn.py``: the norm that all g together are given), or have one length
-``weight_v_prenorm`` in the place of g (``models/bwn_alt.py``).
+torch's hooks write ``weight_g`` and ``weight_v``; its parametrizations write ``original0`` and ``original1``. The
+authors' ``models/bwn.py`` adds ``weight_g_prenorm``, the norm of all g together, to the hooks' names. Their
+``models/bwn_alt.py`` has one length, ``weight_v_prenorm``, in place of g.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from torch.nn.utils import parametrize
 from normmatters.functional.weight import slice_norm
 from normmatters.weight_norm.parametrizations import BoundedWeight, ClassicWeight, weight_norm_of
 
+AnyWeightNorm = BoundedWeight | ClassicWeight
+
 
 def from_others(state: dict[str, Tensor], prefix: str, module: nn.Module) -> None:
     """Rewrite the weight norms of one module for what the model has there: a plain weight, or a weight norm of ours."""
-    ours: dict[str, BoundedWeight | ClassicWeight] = dict(_weight_norms(module))
+    ours: dict[str, AnyWeightNorm] = dict(_weight_norms(module))
     for name in (*module._parameters, *ours):
         if f"{name}_v" in module._parameters:  # a parameter of the model's own, and no half of a weight norm
             continue
@@ -29,14 +31,18 @@ def from_others(state: dict[str, Tensor], prefix: str, module: nn.Module) -> Non
         if isinstance(norm, ClassicWeight) and norm.p != 2 and f"{own}original0" in state:
             reason = f"the model's has p = {norm.p}; a state of this library needs only load_state_dict"
             raise ValueError(f"{own}original0 is expected to be torch's, with p = 2, but {reason}")
-        read = _read(state, prefix, name, 0 if norm is None else norm.dim)
-        if read is None:
+        g_and_v = _take_g_and_v(state, prefix, name, 0 if norm is None else norm.dim)
+        if g_and_v is None:
             continue
-        g, v = read
+        g, v = g_and_v
         if norm is None:
             state[f"{prefix}{name}"] = _product(g, v)
         else:
-            entries = _classic(g, v, norm) if isinstance(norm, ClassicWeight) else _bounded(g, v, norm, prefix + name)
+            entries = (
+                _classic_entries(g, v, norm)
+                if isinstance(norm, ClassicWeight)
+                else _bounded_entries(g, v, norm, prefix + name)
+            )
             state.update({f"{own}{key}": value for key, value in entries.items()})
 
 
@@ -44,7 +50,7 @@ def to_authors(state: dict[str, Tensor], prefix: str, module: nn.Module) -> None
     """Rewrite the weight norms of one module for ``models/bwn_alt.py`` (bounded, p = 2) or ``models/bwn.py``."""
     for name, norm in _weight_norms(module):
         key = f"{prefix}{name}"
-        g, state[f"{key}_v"] = _write(state, prefix, name, module, norm)
+        g, state[f"{key}_v"] = _take_ours_as_g_and_v(state, prefix, name, module, norm)
         if isinstance(norm, BoundedWeight) and norm.p == 2:
             state[f"{key}_v_prenorm"] = norm.rho.reshape(1)
         else:
@@ -54,13 +60,13 @@ def to_authors(state: dict[str, Tensor], prefix: str, module: nn.Module) -> None
 def to_torch(state: dict[str, Tensor], prefix: str, module: nn.Module, layout: str) -> None:
     """Rewrite the weight norms of one module for torch's, in either layout."""
     for name, norm in _weight_norms(module):
-        g, v = _write(state, prefix, name, module, norm)
+        g, v = _take_ours_as_g_and_v(state, prefix, name, module, norm)
         own = f"{prefix}parametrizations.{name}.original"
         keys = (f"{prefix}{name}_g", f"{prefix}{name}_v") if layout == "hook" else (f"{own}0", f"{own}1")
         state[keys[0]], state[keys[1]] = (g.reshape(()) if norm.dim is None else g), v
 
 
-def _weight_norms(module: nn.Module) -> Iterator[tuple[str, BoundedWeight | ClassicWeight]]:
+def _weight_norms(module: nn.Module) -> Iterator[tuple[str, AnyWeightNorm]]:
     if parametrize.is_parametrized(module):
         for name in module.parametrizations:  # type: ignore[union-attr]
             norm = weight_norm_of(module, name)
@@ -68,7 +74,7 @@ def _weight_norms(module: nn.Module) -> Iterator[tuple[str, BoundedWeight | Clas
                 yield name, norm
 
 
-def _read(state: dict[str, Tensor], prefix: str, name: str, dim: int | None) -> tuple[Tensor, Tensor] | None:
+def _take_g_and_v(state: dict[str, Tensor], prefix: str, name: str, dim: int | None) -> tuple[Tensor, Tensor] | None:
     """Take g and v out of ``state``, from whichever layout is there; ``dim`` is for lengths that are one number."""
     key, own = f"{prefix}{name}", f"{prefix}parametrizations.{name}.original"
     if f"{key}_v_prenorm" in state:
@@ -102,13 +108,13 @@ def _product(g: Tensor, v: Tensor) -> Tensor:
     return (v * (g / norm)).to(v.dtype)
 
 
-def _classic(g: Tensor, v: Tensor, norm: ClassicWeight) -> dict[str, Tensor]:
+def _classic_entries(g: Tensor, v: Tensor, norm: ClassicWeight) -> dict[str, Tensor]:
     if norm.p == 2 and g.shape == slice_norm(v, dim=norm.dim).shape:
         return {"original0": g.contiguous(), "original1": v}
     return norm.state_from_plain(_product(g, v))
 
 
-def _bounded(g: Tensor, v: Tensor, norm: BoundedWeight, key: str) -> dict[str, Tensor]:
+def _bounded_entries(g: Tensor, v: Tensor, norm: BoundedWeight, key: str) -> dict[str, Tensor]:
     first = g.flatten()[0]
     if norm.p == 2 and g.shape == slice_norm(v, dim=norm.dim).shape and first > 0 and (g == first).all():
         return {"original": v, "0.rho": first.clone()}
@@ -121,8 +127,8 @@ def _bounded(g: Tensor, v: Tensor, norm: BoundedWeight, key: str) -> dict[str, T
     return {"original": weight, "0.rho": rho}
 
 
-def _write(
-    state: dict[str, Tensor], prefix: str, name: str, module: Any, norm: BoundedWeight | ClassicWeight
+def _take_ours_as_g_and_v(
+    state: dict[str, Tensor], prefix: str, name: str, module: Any, norm: AnyWeightNorm
 ) -> tuple[Tensor, Tensor]:
     """Take our entries out of ``state``; g and v with weight = g·v/‖v‖₂, v as it is where ours is that norm too."""
     own = f"{prefix}parametrizations.{name}."
