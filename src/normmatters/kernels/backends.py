@@ -1,4 +1,4 @@
-"""Chooses the backend of each normalization: fused Triton kernels, the hand-derived gradient, or the plain equation.
+"""Chooses the backend of each normalization: Triton or native CPU kernels, the hand-derived gradient, the equation.
 
 :func:`batch_norm_backend` and :func:`layer_norm_backend` say which one serves a call, and why not a faster one. When a
 call on a GPU falls back, the same sentence is logged once (logger ``normmatters.kernels``, level INFO).
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from normmatters.kernels import emulation
+from normmatters.kernels import cpu, emulation
 from normmatters.kernels.operators import needs_operators
 from normmatters.norm import Norm
 
@@ -30,7 +30,9 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class Backend(NamedTuple):
-    """``name`` is ``"triton"``, ``"hand-derived"``, ``"plain"`` or ``"arithmetic"``; ``reason`` says why not faster.
+    """``name`` is ``"triton"``, ``"cpu"``, ``"hand-derived"``, ``"plain"`` or ``"arithmetic"``; ``reason`` says why.
+
+    It is empty for kernels: nothing is faster.
 
     >>> Backend("plain", "in evaluation the module is torch's own batch norm").name
     'plain'
@@ -40,10 +42,14 @@ class Backend(NamedTuple):
     reason: str
 
 
+SWITCHED_OFF = os.environ.get("NORMMATTERS_KERNELS", "1") == "0"
+_OFF = "kernels are switched off by NORMMATTERS_KERNELS=0"
+
+
 def find_triton() -> str:
     """Why no kernel can run in this process at all; empty if it can."""
-    if os.environ.get("NORMMATTERS_KERNELS", "1") == "0":
-        return "kernels are switched off by NORMMATTERS_KERNELS=0"
+    if SWITCHED_OFF:
+        return _OFF
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     return ""
@@ -107,6 +113,26 @@ def why_not_triton(input: Tensor) -> str:
         return f"the input is on {input.device.type}, and the kernels run on CUDA devices"
     if input.dtype not in _DTYPES:
         return f"the kernels take float16, bfloat16 and float32, the input is {input.dtype}"
+    return _why_no_kernel(input)
+
+
+def why_not_cpu(input: Tensor) -> str:
+    """Why the native CPU kernels cannot take ``input``; empty if they can."""
+    if input.device.type != "cpu":
+        return f"the input is on {input.device.type}"
+    if INTERPRETED:
+        return "CPU tensors go to Triton's interpreter"
+    if SWITCHED_OFF:
+        return _OFF
+    if cpu.why_not():
+        return cpu.why_not()
+    if input.dtype not in cpu.DTYPES:
+        return f"the kernels take float16, bfloat16, float32 and float64, the input is {input.dtype}"
+    return _why_no_kernel(input)
+
+
+def _why_no_kernel(input: Tensor) -> str:
+    """What no kernel takes, on any device."""
     if type(input) is not Tensor and has_no_memory(input):
         return f"a {type(input).__name__} has no memory of its own"
     if input.numel() == 0:
@@ -120,6 +146,7 @@ def why_not_triton(input: Tensor) -> str:
 
 
 TRITON = Backend("triton", "")
+CPU = Backend("cpu", "")
 _EMULATED = Backend("arithmetic", "normmatters.precision.arithmetic is active")
 
 
@@ -131,16 +158,21 @@ def batch_norm_backend(input: Tensor, norm: Norm = _L1, *, training: bool = True
 
     Example::
 
-        >>> batch_norm_backend(torch.randn(8, 3, 4, 4)).name
-        'hand-derived'
+        >>> batch_norm_backend(torch.randn(8, 3, 4, 4)).name in ("cpu", "hand-derived")  # with and without a compiler
+        True
     """
     if emulation.open_contexts and emulation.active() is not None:
         return _EMULATED
     if not training:
         return Backend("plain", "in evaluation the module is torch's own batch norm")
-    reason = why_not_triton(input) or why_not_batch_norm_kernel(input, norm)
-    if not reason:
-        return TRITON
+    if input.device.type == "cpu" and not _runs_kernels(input.device):
+        reason = why_not_cpu(input)
+        if not reason:
+            return CPU
+    else:
+        reason = why_not_triton(input) or why_not_batch_norm_kernel(input, norm)
+        if not reason:
+            return TRITON
     return Backend("hand-derived" if _takes_hand_derived(input) else "plain", reason)
 
 

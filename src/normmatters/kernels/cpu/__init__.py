@@ -73,6 +73,10 @@ def why_not() -> str:
     return _load()[1]
 
 
+# To the compiler a constant: it would look into the cache behind it, and warn of it.
+why_not._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 @functools.cache
 def warn_if_missing() -> None:
     """Say once per process if the library is missing by accident."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from normmatters.functional.batch_norm import lp_batch_norm
+from normmatters.functional.batch_norm import batch_norm as plain_batch_norm
 from normmatters.kernels import cpu
 from normmatters.kernels.double_backward import once_differentiable
 from normmatters.kernels.operators import (
@@ -31,7 +31,7 @@ from normmatters.norm import Norm, RunningStats, compute_dtype
 __all__ = ["batch_norm"]
 
 _KINDS = {"l1": 0, "l2": 1, "lp": 2, "linf": 3, "topk": 4, "range": 5, "mean": 6}
-_MEAN, _RANGE = 6, 5
+_TOPK, _RANGE, _MEAN = 4, 5, 6
 _PACK = 16  # elements whose bits are saved together (kPack in native/pack.h)
 
 #: BatchNormArgs in native/batch_norm.h.
@@ -39,13 +39,13 @@ _ARGUMENTS = struct.Struct("=5q4d3q15q")
 
 LIBRARY.define(
     "cpu_batch_norm_forward(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor(a!)? running_mean, "
-    "Tensor(b!)? running_var, float momentum, int kind, int k, float p, float constant, float eps, bool relu, int mask, "
-    "int code) -> (Tensor, Tensor, Tensor, Tensor)"
+    "Tensor(b!)? running_var, float momentum, int kind, int k, float p, float constant, float eps, bool relu, "
+    "int mask, int code) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 LIBRARY.define(
-    "cpu_batch_norm_backward(Tensor g, Tensor? saved, Tensor statistics, Tensor bits, Tensor positions, Tensor? weight, "
-    "Tensor? bias, bool rows, int kind, int k, float p, float constant, float eps, bool relu, int mask, int code, "
-    "bool need_dresidual) -> (Tensor, Tensor, Tensor, Tensor)"
+    "cpu_batch_norm_backward(Tensor g, Tensor? saved, Tensor statistics, Tensor bits, Tensor positions, "
+    "Tensor? weight, Tensor? bias, bool rows, int kind, int k, float p, float constant, float eps, bool relu, "
+    "int mask, int code, bool need_dresidual) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 
 
@@ -128,7 +128,7 @@ def _forward(
 
 
 def _fake_forward(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    *_, kind, k, _, _, _, _, mask, code = arguments
+    *_, k, _, _, _, _, mask, code = arguments
     rows = _in_rows(x)
     statistics = x.new_empty((4, x.shape[1]), dtype=compute_dtype(x.dtype))
     bits = x.new_empty((_packs(x, rows) if mask + code else 0, mask + code), dtype=torch.int16)
@@ -223,7 +223,12 @@ class _BatchNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, options: tuple[Any, ...]
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        options: tuple[Any, ...],
     ) -> Tensor:
         inputs = (x, weight, bias, residual, *options)
         output = _forward(*inputs)
@@ -246,11 +251,13 @@ def _gradients_of_many(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         raise RuntimeError('memory="lean" saves no input, which several gradients at once need: use memory="exact"')
     x = torch.zeros_like(g[0] if saved is None else saved) if saved is None else saved.detach()
     x.requires_grad_()
-    parameters = [t if t is None else t.detach().requires_grad_() for t in (weight, bias)]
+    weight, bias = (t if t is None else t.detach().requires_grad_() for t in (weight, bias))
     with torch.enable_grad():
-        norm = {"p": {0: 1, 1: 2, 2: p, _RANGE: "range", _MEAN: "mean"}.get(kind, math.inf), "k": k if kind == 4 else None}
-        multiplier = constant / Norm(**norm, constant="exact").scale_constant(x.numel() // x.shape[1])
-        y = lp_batch_norm(x, None, None, *parameters, True, 0.0, eps, **norm, constant=multiplier)
+        exact = {0: 1, 1: 2, 2: p, _RANGE: "range", _MEAN: "mean"}.get(kind, math.inf)
+        largest = k if kind == _TOPK else None
+        multiplier = constant / Norm(exact, largest).scale_constant(x.numel() // x.shape[1])
+        norm = Norm(exact, largest, multiplier, eps)
+        y = plain_batch_norm(x, norm, weight, bias, RunningStats(), True)
     if mask:
         open_ = (bits[:, 0, None] >> torch.arange(_PACK)).bitwise_and(1).bool().view(-1)
         n, channels, pixels = _geometry(x, rows)
@@ -258,12 +265,12 @@ def _gradients_of_many(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
             open_ = open_.view(n, channels, -1)[..., :pixels].reshape(x.shape)
         else:
             open_ = open_.view(n, -1)[:, :channels].reshape(x.movedim(1, -1).shape).movedim(-1, 1)
-        g = g * open_
+        g = torch.where(open_, g, 0)
     elif relu:
-        g = g * (y > 0)
-    wanted = [x, *[t for t in parameters if t is not None]]
+        g = torch.where(y > 0, g, 0)
+    wanted = [x, *[t for t in (weight, bias) if t is not None]]
     found = iter(torch.autograd.grad(y, wanted, g))
-    return next(found), *[t if t is None else next(found) for t in parameters], g if need_dresidual else None
+    return next(found), *[t if t is None else next(found) for t in (weight, bias)], g if need_dresidual else None
 
 
 def batch_norm(
@@ -295,6 +302,8 @@ def batch_norm(
         output: Tensor = torch.ops.normmatters.cpu_batch_norm_forward(input, weight, bias, residual, *options)[0]
         return output
     if not needs_grad:
-        return _forward(input, weight, bias, residual, *options)[0]
-    output = _BatchNorm.apply(input, weight, bias, residual, options)
+        output = _forward(input, weight, bias, residual, *options)[0]
+    else:
+        output = _BatchNorm.apply(input, weight, bias, residual, options)
+    torch.autograd.graph.increment_version([t for t in (running.mean, running.var) if t is not None])
     return output

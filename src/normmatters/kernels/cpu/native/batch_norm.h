@@ -204,8 +204,11 @@ struct BatchNorm {
     prefer_large_pages(a.y, count * channels * int64_t(sizeof(T)));
     pilot.resize(packs * kPack * (rows ? 1 : 0) + (rows ? 0 : channels));
     for (int64_t c = 0; c < channels; ++c) {
-      const C first_value = load_one(x() + c * pixels);
-      pilot[c] = std::isfinite(double(first_value)) ? first_value : C(0);
+      // Sums run over differences from a number of the channel's size, the middle one of three: no outlier.
+      const C one = load_one(x() + position_of(c, 0)), two = load_one(x() + position_of(c, count / 2));
+      const C three = load_one(x() + position_of(c, count - 1));
+      const C middle = std::max(std::min(one, two), std::min(std::max(one, two), three));
+      pilot[c] = std::isfinite(double(middle)) ? middle : C(0);
     }
     if (has_groups()) {
       groups = rows ? divide_up(n, block) : n * cuts * pieces_of_cut();
@@ -278,7 +281,7 @@ struct BatchNorm {
         for (int64_t piece = 0; piece * kPiece < length; ++piece) {
           P most = splat_pack<C>(-C(INFINITY)), least = splat_pack<C>(C(INFINITY));
           const int64_t here = std::min(kPiece, length - piece * kPiece);
-          sweep(here, [&](int64_t i, auto u, auto part) __attribute__((always_inline)) {
+          sweep<C>(here, [&](int64_t i, auto u, auto part) __attribute__((always_inline)) {
             const P value = load_pack(from + piece * kPiece + i, part);
             sum[u] = sum[u] + existing(value - about, part);
             most = max(replace(value, -C(INFINITY), part), most);
@@ -294,7 +297,7 @@ struct BatchNorm {
           const int64_t here = std::min<int64_t>(4096, length - done);
           if (since + here > 4096) flush(lanes, sum), since = 0;
           since += divide_up(here, 4 * kPack) * 4 * kPack;
-          sweep(here, [&](int64_t i, auto u, auto part) __attribute__((always_inline)) {
+          sweep<C>(here, [&](int64_t i, auto u, auto part) __attribute__((always_inline)) {
             sum[u] = sum[u] + existing(load_pack(from + done + i, part) - about, part);
           });
         }
@@ -411,7 +414,7 @@ struct BatchNorm {
           const int64_t here = std::min<int64_t>(4096, length - done);
           if (since + here > 4096) flush(lanes, sum), since = 0;
           since += divide_up(here, 4 * kPack) * 4 * kPack;
-          sweep(here, [&](int64_t i, auto u, auto part) __attribute__((always_inline)) {
+          sweep<C>(here, [&](int64_t i, auto u, auto part) __attribute__((always_inline)) {
             sum[u] = sum[u] + existing(deviation<kind.value>(load_pack(from + i, part), mu, mu_rest, inverse_top), part);
           });
         }
@@ -488,16 +491,7 @@ struct BatchNorm {
     const int64_t wanted = a.kind == kRange ? 2 : a.kind == kLinf ? 1 : a.k;
     int64_t* positions = a.positions + c * wanted;
     for (int64_t i = 0; i < wanted; ++i) positions[i] = position_of(c, std::min(i, count - 1));
-    if (!std::isfinite(double(mean[c]))) {
-      bool nan = false, infinite = false;
-      if (a.kind == kRange) {
-        each_value(c, 0, groups, [&](C value, int64_t) {
-          nan |= std::isnan(value);
-          infinite |= std::isinf(value);
-        });
-      }
-      return infinite && !nan ? INFINITY : NAN;
-    }
+    if (!std::isfinite(double(mean[c]))) return NAN;  // as in the equation: ∞ − ∞ is among the deviations
     if (a.kind == kRange) {
       C found[2];
       for (int which = 0; which < 2; ++which) {
@@ -629,7 +623,7 @@ struct BatchNorm {
           const T* added = residual.value ? static_cast<const T*>(a.residual) + at : from;
           T* to = static_cast<T*>(a.y) + at;
           int16_t* bits = planes_saved ? bits_at(image, c, pixel) : nullptr;
-          sweep(length, [&](int64_t i, auto, auto part) __attribute__((always_inline)) {
+          sweep<C>(length, [&](int64_t i, auto, auto part) __attribute__((always_inline)) {
             store_pack(to + i, normalized<relu.value, residual.value>(
                 load_pack(from + i, part), added + i, mu, slope, offset, bits + i / kPack * planes_saved, to_xhat, part), part);
           });
@@ -923,7 +917,7 @@ struct BatchNorm {
         const int64_t here = std::min<int64_t>(4096, length - done);
         if (since + here > 4096) flush_all();
         since += divide_up(here, 4 * kPack) * 4 * kPack;
-        sweep(here, [&](int64_t i, auto u, auto part) __attribute__((always_inline)) {
+        sweep<C>(here, [&](int64_t i, auto u, auto part) __attribute__((always_inline)) {
           add_sums<kGate, kCenter, kDirection>(at + done + i, bits + (done + i) / kPack * planes_saved, with, part, sums[u]);
         });
       }
@@ -941,7 +935,7 @@ struct BatchNorm {
     with.high = splat_pack<C>(high[c]);
     each_segment<true>(c, begin, end, [&](int64_t at, int64_t image, int64_t pixel, int64_t length) {
       const int16_t* bits = planes_saved ? bits_at(image, c, pixel) : nullptr;
-      sweep(length, [&](int64_t i, auto, auto part) __attribute__((always_inline)) {
+      sweep<C>(length, [&](int64_t i, auto, auto part) __attribute__((always_inline)) {
         write_gradient<kGate, kCenter, kDirection>(at + i, bits + i / kPack * planes_saved, with, part);
       });
     });

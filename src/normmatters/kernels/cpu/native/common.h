@@ -162,7 +162,13 @@ NM_INLINE Half<float> narrow(Vec<float> x, bfloat16) {
   return __builtin_convertvector(x == x ? rounded : nan, Half<float>);
 }
 
-NM_INLINE Vec<float> widen(Half<float> h, float16) {
+#if defined(__AVX2__) || defined(__AVX512F__)
+#define NM_CONVERT NM_INLINE
+#else
+#define NM_CONVERT inline __attribute__((noinline))  // long without an instruction for it
+#endif
+
+NM_CONVERT Vec<float> widen(Half<float> h, float16) {
 #if defined(__AVX512F__)
   return (Vec<float>)_mm512_cvtph_ps((__m256i)h);
 #elif defined(__AVX2__)
@@ -178,7 +184,7 @@ NM_INLINE Vec<float> widen(Half<float> h, float16) {
 #endif
 }
 
-NM_INLINE Half<float> narrow(Vec<float> x, float16) {
+NM_CONVERT Half<float> narrow(Vec<float> x, float16) {
 #if defined(__AVX512F__)
   return (Half<float>)_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #elif defined(__AVX2__)
