@@ -23,7 +23,7 @@ _RANKED = ("Lp", "L1", "LInf", "TopK", "Range", "MeanOnly")
 PUBLIC = {
     *(f"{norm}BatchNorm{rank}d" for norm in _RANKED for rank in (1, 2, 3)),
     *("L1LayerNorm", "LpLayerNorm", "L1RMSNorm", "TReLU", "SyncLpBatchNorm", "convert_sync_batchnorm", "update_bn"),
-    *("functional", "constants", "migrate", "optim", "precision", "weight_norm"),
+    *("functional", "constants", "migrate", "optim", "precision", "weight_norm", "register_fusion"),
     *(
         "bounded_weight_norm",
         "apply_weight_norm",

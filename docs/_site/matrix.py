@@ -1,4 +1,4 @@
-"""Write the table of workflows into README.md and docs/recipes/index.md. Run: python docs/_site/matrix.py"""
+"""Write the table of workflows into docs/recipes/index.md. Run: python docs/_site/matrix.py"""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("README.md", "docs/recipes/index.md")
+PAGES = ("docs/recipes/index.md",)
 _MARKED = re.compile(r"(<!-- workflows -->\n).*?(<!-- end -->)", re.DOTALL)
 
 

@@ -39,7 +39,7 @@ from normmatters.nn import (
     convert_sync_batchnorm,
     update_bn,
 )
-from normmatters.surgery import ConversionReport, convert, fold, to_torch
+from normmatters.surgery import ConversionReport, convert, fold, register_fusion, to_torch
 from normmatters.weight_norm import (
     apply_weight_norm,
     bounded_weight_norm,
@@ -99,6 +99,7 @@ __all__ = [
     "move_rho_to_last_layer",
     "optim",
     "precision",
+    "register_fusion",
     "remove_weight_norm",
     "to_torch",
     "update_bn",

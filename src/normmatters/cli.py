@@ -131,7 +131,7 @@ def _fail(message: str) -> NoReturn:
 
 @app.callback()
 def _options(
-    debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", metavar="", help="Show the whole traceback of an error.")] = False,
 ) -> None:
     """``--debug`` is read in ``main``; it is here for the help."""
 
@@ -170,11 +170,11 @@ def reproduce(
         typer.Option(help="Results that `publish` keeps: what is there is not run again, and is in the report."),
     ] = None,
     sets: Sets = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would run, and stop.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", metavar="", help="Show what would run, and stop.")] = False,
 ) -> None:
     """Redraw the paper's figures and tables from runs of your own.
 
-    Finished runs are not run again and stopped ones go on: the same command is always the right one.
+    Finished runs are not run again and stopped ones are resumed: the same command is always the right one.
 
     [bold]Examples[/]
 
@@ -327,13 +327,15 @@ def train(
         Path | None,
         typer.Option(help="The run's folder.", show_default="runs/EXPERIMENT/CELL/seedN; CELL,KEY=VALUE with --set"),
     ] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Throw away what the run's folder holds, and begin.")] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", metavar="", help="Throw away what the run's folder holds, and begin.")
+    ] = False,
 ) -> None:
-    """Train one run from a TOML file. A stopped run goes on where it was. Exit code 1 if the loss becomes NaN.
+    """Train one run from a TOML file. A stopped run resumes where it was. Exit code 1 if the loss becomes NaN.
 
     [bold]Examples[/]
 
-      normmatters train experiments/fig1/wd_on.toml --preset quick
+      normmatters train experiments/fig1/wd_on.toml
       normmatters train my.toml --set model.norm=l1 --set optim.lr=0.05
       torchrun --nproc-per-node 4 -m normmatters train my.toml
     """
@@ -365,7 +367,10 @@ def report(
     """
     from normmatters.lab.report import write_report
 
-    _show_report(Console(), write_report(runs, out))
+    console = Console()
+    with console.status("reading runs") as status:
+        written = write_report(runs, out, progress=status.update)
+    _show_report(console, written)
 
 
 @app.command(rich_help_panel="The paper")
@@ -406,7 +411,9 @@ def bench(
         list[str] | None,
         typer.Argument(metavar="[NAME]...", help="layers resnet50 layernorm weightnorm optim cpu; all by default."),
     ] = None,
-    smoke: Annotated[bool, typer.Option("--smoke", help="Small shapes, a few seconds, any machine.")] = False,
+    smoke: Annotated[
+        bool, typer.Option("--smoke", metavar="", help="Small shapes, a few seconds, any machine.")
+    ] = False,
     only: Annotated[
         list[str] | None, typer.Option(metavar="WORD", help="Rows with this word, such as fp16 or l1. May be repeated.")
     ] = None,
@@ -438,7 +445,7 @@ def explain(
     wd: Annotated[float, typer.Option("--wd", "--weight-decay", help="Weight decay.")] = 5e-4,
     momentum: Annotated[float, typer.Option(help="Momentum.")] = 0.9,
 ) -> None:
-    """What a learning rate, a weight decay and a momentum amount to for weights behind a norm.
+    """What a learning rate, a weight decay and a momentum amount to for weights followed by a norm.
 
     [bold]Examples[/]
 
@@ -457,7 +464,7 @@ def data_prepare(
     name: Annotated[str, typer.Argument(help="cifar10, tiny_imagenet, imagefolder, text, digits or numbers.")],
     data_dir: DataDir = None,
 ) -> None:
-    """Find a data set, check it, download it where that is possible, and say what there is.
+    """Find a data set, check it, download it where that is possible, and show what there is.
 
     [bold]Examples[/]
 
@@ -469,12 +476,12 @@ def data_prepare(
     from normmatters.lab.experiments import check_data
 
     check_data(name)
-    found = load_data(DataConfig(name=name, batch_size=1), data_dir)  # type: ignore[arg-type]
+    dataset = load_data(DataConfig(name=name, batch_size=1), data_dir)  # type: ignore[arg-type]
     console = Console()
     embedded = name in ("digits", "numbers")
     where = "embedded, nothing to prepare" if embedded else f"ready in {escape(str(data_root(data_dir)))}"
     console.print(f"[green]✓[/] {name}: {where}", highlight=False)
-    if isinstance(found, ImageData):
-        console.print(f"  {found.classes} classes, {found.channels}×{found.size}×{found.size}", highlight=False)
+    if isinstance(dataset, ImageData):
+        console.print(f"  {dataset.classes} classes, {dataset.channels}×{dataset.size}×{dataset.size}", highlight=False)
     else:
-        console.print(f"  {found.train.count} pairs of sentences, {found.vocab_size} tokens", highlight=False)
+        console.print(f"  {dataset.train.count} pairs of sentences, {dataset.vocab_size} tokens", highlight=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from normmatters import bench
 from normmatters.bench import __main__ as command
 from normmatters.bench import harness, layers, peers, resnet50, roofline, warmup, weightnorm
 from normmatters.kernels import dispatch
+from normmatters.norm import Norm, RunningStats
 
 TIMED = {"error", "fwd_ms", "bwd_ms", "eager_fwd_ms", "eager_bwd_ms", "timed_by", "ratio"}
 MEMORY = {"saved_bytes", "saved_share", "allocated_bytes", "peak_bytes"}
@@ -85,7 +87,9 @@ class _Scaled(torch.autograd.Function):
 def _damaged(what: str) -> Any:
     right = dispatch.linked_batch_norm
 
-    def wrong(x: Tensor, mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def wrong(
+        x: Tensor, norm: Norm, weight: Tensor, bias: Tensor, running: RunningStats, *args: Any, **kwargs: Any
+    ) -> Any:
         if what == "dx":
             x = _Scaled.apply(x, 1.02)
         elif what == "dweight":
@@ -94,9 +98,10 @@ def _damaged(what: str) -> Any:
             bias = _Scaled.apply(bias, 1.5)
         elif what == "dresidual":
             kwargs["residual"] = _Scaled.apply(kwargs["residual"], 1.02)
-        y, link = right(x, mean, var, weight, bias, *args, **kwargs)
+        y, link = right(x, norm, weight, bias, running, *args, **kwargs)
         if what == "running_var":
-            var.mul_(1.01)
+            assert running.var is not None
+            running.var.mul_(1.01)
         return y * 1.02 if what == "output" else y, link
 
     return wrong
@@ -290,6 +295,14 @@ def test_the_command_refuses_what_it_does_not_know(tmp_path: Path, capsys: pytes
     assert "File exists" in capsys.readouterr().err
     with pytest.raises(ValueError, match="no row is called fp16 and 256x64x56x56 in a smoke run"):
         bench.run(["layers"], smoke=True, device="cpu", only=["fp16", "256x64x56x56"])  # it had passed, with no row
+
+
+def test_a_smoke_run_says_that_its_times_mean_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    """It printed "0.22×" for a tensor of 2,304 elements."""
+    assert bench.run(["layers"], smoke=True, device="cpu", only=["fp16", "cl", "relu", "native", "l1"]) == 0
+    printed = capsys.readouterr().out
+    assert "mean nothing" in printed
+    assert not re.search(r"\d×", printed)
 
 
 def test_smoke_writes_no_file_unless_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,6 +46,15 @@ def convert_cnn(names: Names, printed: str) -> None:
     assert all(abs(error - final["nn.BatchNorm2d"]) < 1.5 for error in final.values())
 
 
+def corrected_decay(names: Names, printed: str) -> None:
+    falls = []
+    for recording in names["runs"].values():
+        norm = recording.norm("3.weight", layer=True)
+        falls.append((norm[len(norm) // 3] / norm[-1]).item())
+    assert falls[0] > 1.4  # with a constant decay the norm falls with the learning rate,
+    assert falls[1] < 1.15  # and stays if the decay follows it
+
+
 def equilibrium(names: Names, printed: str) -> None:
     measured, predicted = float(sum(names["norms"][-250:]) / 250), names["predicted"][-5:].mean().item()
     assert measured == pytest.approx(predicted, rel=0.1)
@@ -120,7 +129,7 @@ def weight_norm(names: Names, printed: str) -> None:
 SHOWS: dict[str, Callable[[Names, str], None]] = {
     check.__name__: check
     for check in (
-        *(angular, constants, convert_cnn, equilibrium, l1_layer_norm, low_precision),
+        *(angular, constants, convert_cnn, corrected_decay, equilibrium, l1_layer_norm, low_precision),
         *(norm_recorder, norm_schedule, scale_invariance, step_size_correction, weight_decay_free, weight_norm),
     )
 }

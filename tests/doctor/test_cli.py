@@ -45,6 +45,23 @@ def tokens():
 
 def nothing():
     return None
+
+def plain():
+    return nn.Sequential(nn.Linear(4, 2))
+
+def others():
+    return nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.GroupNorm(2, 4))
+
+def deep():
+    part = nn.Module()
+    part.normalization = nn.BatchNorm1d(4)
+    part.forward = lambda x: part.normalization(x)
+    outer = nn.Module()
+    outer.and_its_part_that_is_longer_still = part
+    model = nn.Sequential()
+    model.a_name_that_is_long = outer
+    outer.forward = part.forward
+    return model
 """
 
 Doctor = Callable[..., tuple[int, str, str]]
@@ -156,6 +173,8 @@ def test_a_file_with_code_is_not_run(tmp_path: Path) -> None:
         (["patients:missing"], "patients has no 'missing'"),
         (["no_such_package_x:net"], "No module named 'no_such_package_x'"),
         (["patients:number"], "neither a module nor something to call, but int"),
+        (["patients:net", "--set", "kind=odd"], "patients:net raised AssertionError"),
+        (["patients:net", "--input", "999999999999,4"], "--input 999999999999,4 cannot be made: "),
         (["patients:nothing"], "must give a torch.nn.Module, got NoneType"),
         (["patients:ready", "--set", "width=3"], "is a module already"),
         (["patients:net", "--set", "width"], "--set must be KEY=VALUE"),
@@ -223,6 +242,36 @@ def test_a_module_that_is_there_already(doctor: Doctor) -> None:
     assert "without an input" in out
     code, _, err = doctor("patients:net", "--set", "kind=wide")  # no Python literal: a string
     assert code == 0, err
+
+
+def test_a_pipe_gets_whole_names(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At 80 columns they were folded inside words, and grep found none."""
+    monkeypatch.delenv("COLUMNS")
+    code, out, _ = doctor("patients:deep", "--input", "8,4")
+    assert code == 0
+    name = "a_name_that_is_long.and_its_part_that_is_longer_still.normalization"
+    (line,) = [line for line in out.splitlines() if name in line]
+    assert "BatchNorm1d" in line
+    assert "L1BatchNorm1d" in line
+
+
+def test_an_input_that_the_model_does_not_take_is_an_error(doctor: Doctor) -> None:
+    code, out, _ = doctor("patients:net", "--input", "8,5")
+    assert code == 1
+    assert "Note: memory was not measured: " in out
+
+
+def test_nothing_is_said_about_weights_that_are_not_there(doctor: Doctor) -> None:
+    code, out, _ = doctor("patients:plain", "--input", "8,4")
+    assert code == 0
+    assert "0 of 1 weights are scale invariant.\n" in out
+    assert "rad per step" not in out
+
+
+def test_each_norm_that_stays_has_a_reason(doctor: Doctor) -> None:
+    _, out, _ = doctor("patients:others", "--input", "8,4")
+    assert "--layer-norm" in out
+    assert "convert takes no GroupNorm" in out
 
 
 def test_help_teaches_by_example(doctor: Doctor) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
-from types import ModuleType
 
 import pytest
 import torch
@@ -28,32 +26,20 @@ def fresh_seed() -> None:
     print(f"seed {torch.seed()}")
 
 
-def _batch_norms() -> tuple[ModuleType, ...]:
-    """The modules that cut tensors into tiles, and keep plans."""
-    names = ("gradient", "normalize", "saved", "small", "statistics")
-    modules = (*(f"batch_norm_{name}" for name in names), "twin_batch_norm")
-    # Here, for Triton is not everywhere.
-    return tuple(importlib.import_module(f"normmatters.kernels.triton.{name}") for name in modules)
-
-
-def _forget_plans() -> None:
-    for module in _batch_norms():
-        for value in vars(module).values():
-            if hasattr(value, "cache_clear"):
-                value.cache_clear()
-
-
 @pytest.fixture
 def fresh_plans() -> Iterator[None]:
     """No plan from before the test's own settings, and none left behind."""
-    _forget_plans()
+    from normmatters.kernels.triton.launch import forget_plans  # here, for Triton is not everywhere
+
+    forget_plans()
     yield
-    _forget_plans()
+    forget_plans()
 
 
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch, fresh_plans: None) -> None:
     """Tiles of 8 rows and 16 columns and at most 2 programs down the rows: small tensors meet every loop and edge."""
+    from normmatters.kernels.triton.batch_norm import layout
 
     def cut(whole):
         def tiling_of(view, itemsize, *programs):
@@ -66,6 +52,5 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch, fresh_plans: None) -> None:
 
         return tiling_of
 
-    for module in _batch_norms():
-        for name in {"tiling_of", "apply_tiling_of"} & vars(module).keys():
-            monkeypatch.setattr(module, name, cut(getattr(module, name)))
+    monkeypatch.setattr(layout, "apply_tiling_of", cut(layout.apply_tiling_of))
+    monkeypatch.setattr(layout, "tiling_of", cut(layout.tiling_of))

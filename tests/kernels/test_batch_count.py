@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 from normmatters.nn.batchnorm import L1BatchNorm2d, LpBatchNorm2d
 from support import called
 from support.batch_norm_cases import DEVICE, KINDS, LAYOUTS, made
+from support.pooled_cases import PooledNorm
 
 SHAPE = (5, 3, 2, 3)
 
@@ -46,10 +47,9 @@ def test_more_channels_than_a_program_has():
     assert counted(norm) == (1, False)
 
 
-@pytest.mark.parametrize("pool", [None, "max"])
-def test_a_count_that_no_kernel_takes(pool):
-    norm = fresh(L1BatchNorm2d(3, act="relu", device=DEVICE))
-    norm.pool = pool
+@pytest.mark.parametrize("kind", [L1BatchNorm2d, PooledNorm])
+def test_a_count_that_no_kernel_takes(kind):
+    norm = fresh(kind(3, act="relu", device=DEVICE))
     norm.num_batches_tracked = norm.num_batches_tracked.int()
     norm(made(SHAPE, "channels_last"))
     assert counted(norm) == (1, True)
@@ -81,10 +81,9 @@ def test_a_call_that_fails_counts_nothing():
     assert counted(norm) == (0, False)
 
 
-@pytest.mark.parametrize("pool", [None, "max"])
-def test_compiled_counts_by_itself(pool):
-    norm = fresh(L1BatchNorm2d(3, act="relu", device=DEVICE))
-    norm.pool = pool
+@pytest.mark.parametrize("kind", [L1BatchNorm2d, PooledNorm])
+def test_compiled_counts_by_itself(kind):
+    norm = fresh(kind(3, act="relu", device=DEVICE))
     compiled = torch.compile(norm, backend="eager", fullgraph=True)
     for _ in range(2):
         compiled(made(SHAPE, "channels_last"))

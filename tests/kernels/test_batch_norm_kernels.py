@@ -10,8 +10,9 @@ import torch
 pytest.importorskip("triton")
 
 from normmatters.functional import lp_batch_norm
-from normmatters.kernels.triton import batch_norm_statistics as kernels
-from normmatters.kernels.triton.layout import view_of
+from normmatters.kernels.triton.batch_norm import select, statistics
+from normmatters.kernels.triton.batch_norm.layout import Statistic, view_of
+from normmatters.norm import RunningStats
 from support import called, tolerances
 from support.batch_norm_cases import (
     DEVICE,
@@ -155,9 +156,9 @@ def test_constant_channels_offsets_and_outliers(kind, memory, layout, small_tile
 def test_more_groups_than_the_selection_holds(kind, layout, small_tiles, poisoned_empty, monkeypatch):
     """Then fewer programs share a channel: networks with few channels would lose the kernels."""
     view, k = view_of(made(ODD, layout)), KINDS[kind][1] or 1
-    as_usual = kernels.groups_of(view, 4, k)
-    monkeypatch.setattr(kernels, "MAX_GROUPS", as_usual // 2)
-    assert kernels.groups_of(view, 4, k) == as_usual // 2
+    as_usual = select.groups_of(view, 4, k)
+    monkeypatch.setattr(select, "MAX_GROUPS", as_usual // 2)
+    assert select.groups_of(view, 4, k) == as_usual // 2
     check(made(ODD, layout), kind, **affine(kind, 3))
 
 
@@ -178,11 +179,11 @@ def test_equal_extremes(kind, layout, small_tiles):
             if kind == "topk" or (kind == "linf" and values.max() - values.mean() == values.mean() - values.min()):
                 continue  # the tie may be between different values
             assert sums[0] == pytest.approx(sums[1], abs=1e-4)
-    statistics, index = kernels.statistics(x, None, None, 0.1, EPS, kind, KINDS[kind][1] or 0, 1.0)
+    stats, index = statistics.statistics(x, Statistic(kind, KINDS[kind][1] or 0, 1.0, EPS), RunningStats())
     offsets = torch.where(index >= 0, index, ~index)
     for channel in range(3):
         assert len(set(offsets[:, channel].tolist())) == index.shape[0]
-    assert statistics.isfinite().all()
+    assert stats.isfinite().all()
 
 
 @pytest.mark.parametrize(("layout", "value"), [("contiguous", float("nan")), ("channels_last", float("-inf"))])
@@ -198,7 +199,7 @@ def test_nan_and_infinity_stay_in_their_channel(kind, memory, layout, value, sma
     for name in ("y", "dx"):
         assert torch.equal(getattr(ours, name)[:, ::2], getattr(clean, name)[:, ::2])
     if kind in ("linf", "topk", "range"):  # the backward pass writes there
-        _, index = kernels.statistics(x, None, None, 0.1, EPS, kind, KINDS[kind][1] or 0, 1.0)
+        _, index = statistics.statistics(x, Statistic(kind, KINDS[kind][1] or 0, 1.0, EPS), RunningStats())
         offsets = torch.where(index >= 0, index, ~index)
         assert ((offsets >= 0) & (offsets < x.numel())).all()
 
@@ -210,7 +211,7 @@ def test_nan_and_infinity_stay_in_their_channel(kind, memory, layout, value, sma
 @pytest.mark.parametrize(("kind", "memory"), [("l1", "exact"), ("l1", "lean"), ("l2", "exact")])
 def test_pilot(kind, memory, layout, monkeypatch, fresh_plans, poisoned_empty):
     """Some channels are near enough to their pilot, others are summed again."""
-    monkeypatch.setattr(kernels, "PILOT_SAMPLES", 256)
+    monkeypatch.setattr(statistics, "PILOT_SAMPLES", 256)
     x = made((16, 6, 8, 10), layout)
     assert uses_pilot(x)
     check(x, kind, **affine(kind, 6), act="relu", memory=memory)
@@ -218,7 +219,7 @@ def test_pilot(kind, memory, layout, monkeypatch, fresh_plans, poisoned_empty):
 
 def test_pilot_accounts_for_a_gaussians_density(monkeypatch, fresh_plans):
     """Without its second-order term the scale would be 1e-3 too small in the worst of these channels."""
-    monkeypatch.setattr(kernels, "PILOT_SAMPLES", 512)
+    monkeypatch.setattr(statistics, "PILOT_SAMPLES", 512)
     x = made((12, 32, 32, 32), "channels_last")
     mean, var = torch.zeros(2, 32, device=DEVICE).unbind()
     with torch.no_grad():
@@ -252,7 +253,7 @@ def test_pilot_where_values_crowd_at_the_mean(full, layout, monkeypatch, fresh_p
 @pytest.mark.parametrize("kind", ["l1", "l2"])
 def test_pilot_that_misses(kind, layout, monkeypatch, fresh_plans):
     """One huge number: the pilot is far off whether it is in the sample or not, and the scale is exact all the same."""
-    monkeypatch.setattr(kernels, "PILOT_SAMPLES", 64)
+    monkeypatch.setattr(statistics, "PILOT_SAMPLES", 64)
     x = made((16, 6, 8, 10), layout)
     for channel, (image, row, column) in enumerate(
         [(0, 0, 0), (15, 7, 9), (3, 0, 4), (8, 5, 5), (12, 2, 1), (0, 3, 3)]

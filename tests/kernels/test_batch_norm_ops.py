@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 pytest.importorskip("triton")
 
 from normmatters.functional import lp_batch_norm
-from normmatters.kernels import dispatch, ops  # noqa: F401 (registers the operators)
+from normmatters.kernels.triton.batch_norm import operator  # noqa: F401 (registers the operators)
 from normmatters.nn.batchnorm import L1BatchNorm2d, MeanOnlyBatchNorm2d, TopKBatchNorm2d
 from normmatters.norm import Norm
 from support import called
@@ -70,7 +70,7 @@ def test_opcheck_forward_that_saves_nothing():
     *arguments, _, _ = forward_arguments("l1", True, False, False, "contiguous")
     arguments = [t.detach() if isinstance(t, Tensor) else t for t in (*arguments, False, False)]
     torch.library.opcheck(torch.ops.normmatters.batch_norm_forward, arguments, test_utils=CHECKS)
-    z, code, count, link, *_ = torch.ops.normmatters.batch_norm_forward(*arguments)
+    z, link, code, count, *_ = torch.ops.normmatters.batch_norm_forward(*arguments)
     assert (z.shape, *(t.numel() for t in (code, count, link))) == (SHAPE, 0, 0, 0)
 
 
@@ -79,12 +79,13 @@ def test_opcheck_backward(case):
     kind, relu, with_residual, lean, layout, *linked = case
     x, weight, bias, *_ = arguments = forward_arguments(*case)
     with torch.no_grad():
-        z, code, count, _, statistics, index = torch.ops.normmatters.batch_norm_forward(*arguments)
+        z, _, code, count, statistics, index = torch.ops.normmatters.batch_norm_forward(*arguments)
     weight, bias = (None if t is None else t.detach() for t in (weight, bias))
     arguments = (
         made(SHAPE, layout), made(SHAPE, layout) if any(linked) else None,
         z if lean else x.detach(), code, count, statistics, index, weight, bias, kind,
-        KINDS[kind][1] or 0, constant_of(kind), relu, with_residual, lean, with_residual, layout == "channels_last",
+        Norm(*KINDS[kind]).selected, relu, with_residual, lean, constant_of(kind), with_residual,
+        layout == "channels_last",
     )  # fmt: skip
     torch.library.opcheck(torch.ops.normmatters.batch_norm_backward, arguments, test_utils=CHECKS)
 

@@ -17,7 +17,6 @@ pytest.importorskip("triton")
 
 from normmatters import convert
 from normmatters.bench import peers
-from normmatters.kernels import ops  # noqa: F401 (registers the operators)
 from normmatters.nn import L1BatchNorm2d, L1LayerNorm, RangeBatchNorm2d, TopKBatchNorm2d
 from support.batch_norm_cases import DEVICE, EPS, made
 

@@ -24,9 +24,8 @@ pytest.importorskip("triton")
 
 from normmatters import precision
 from normmatters.functional import lp_batch_norm, lp_layer_norm
-from normmatters.kernels import backends, cpu, dispatch
-from normmatters.kernels.triton import batch_norm_statistics as kernels
-from normmatters.kernels.triton import layout
+from normmatters.kernels import backends, dispatch
+from normmatters.kernels.triton.batch_norm import layout, select
 from normmatters.nn import L1BatchNorm1d, L1LayerNorm, L1RMSNorm
 from normmatters.norm import Norm
 from support.batch_norm_cases import DEVICE, EPS, KINDS
@@ -62,7 +61,7 @@ def test_reasons(arguments, name, reason):
 
 
 def test_too_many_groups(monkeypatch):
-    monkeypatch.setattr(kernels, "MAX_GROUPS", 0)
+    monkeypatch.setattr(select, "MAX_GROUPS", 0)
     backend = called.backend(X, p="range")
     assert backend.name == "hand-derived"
     assert "groups a channel are more than the 0" in backend.reason
@@ -112,8 +111,8 @@ def test_the_groups_of_an_input_that_is_copied_are_those_of_the_copy(p, k):
 
 def test_a_cpu_tensor_is_not_interpreted_unless_asked(monkeypatch):
     monkeypatch.setattr(backends, "INTERPRETED", False)
-    assert called.backend(X.cpu()).name == ("hand-derived" if cpu.why_not() else "cpu")
-    assert dispatch.layer_norm_backend(X.cpu(), (4,), Norm()).name != "triton"
+    assert called.backend(X.cpu()).name == ("hand-derived" if backends.NATIVE_MISSING else "cpu")
+    assert dispatch.layer_norm_backend(X.cpu(), (4,), Norm()).name in ("cpu", "plain")
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")  # torch.jit's own
@@ -173,13 +172,13 @@ def test_no_kernel_is_launched_where_they_are_switched_off():
 import normmatters
 from normmatters.optim import channels
 from normmatters.weight_norm import fused
-print(channels.BACKENDS, fused.TRITON_MISSING)
+print('cuda' in channels.BACKENDS, fused.TRITON_MISSING)
 """
     environment = os.environ | {"NORMMATTERS_KERNELS": "0"}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=True
     )
-    assert done.stdout == "{} kernels are switched off by NORMMATTERS_KERNELS=0\n"
+    assert done.stdout == "False kernels are switched off by NORMMATTERS_KERNELS=0\n"
 
 
 def test_triton_that_is_missing_is_said(monkeypatch):

@@ -326,3 +326,22 @@ def test_under_activation_checkpointing(use_reentrant: bool) -> None:
     (dx,) = torch.autograd.grad(function(x).sum(), x)
     checkpoint(function, x, use_reentrant=use_reentrant).sum().backward()
     torch.testing.assert_close(x.grad, dx)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("function", [called.hand_derived, lp_batch_norm])
+@pytest.mark.parametrize(("p", "k"), oracle.SCALED_KINDS)
+def test_scales_whose_squares_overflow(p: float | str, k: int | None, function, dtype: torch.dtype) -> None:
+    """From 2e19 on a square is infinite in float32; the output once was 0."""
+    if p == 2 and (function is lp_batch_norm or dtype == torch.float32):
+        pytest.skip("the equation of L2 squares, and so does PyTorch's own batch norm, which computes L2 in float32")
+    x = (torch.randn(16, 3, 4) * 1e25).to(dtype).requires_grad_()
+    g = torch.randn(x.shape).to(dtype)
+    y = function(x, training=True, p=p, k=k)
+    (dx,) = torch.autograd.grad(y, x, g)
+    wide = x.detach().double().requires_grad_()
+    expected = lp_batch_norm(wide, training=True, p=p, k=k)
+    (expected_dx,) = torch.autograd.grad(expected, wide, g.double())
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(y.double(), expected, rtol=4 * eps, atol=16 * eps)
+    torch.testing.assert_close(dx.double() * 1e25, expected_dx * 1e25, rtol=4 * eps, atol=64 * eps)

@@ -15,9 +15,9 @@ pytest.importorskip("triton")
 
 import triton
 
-import normmatters.kernels
+import normmatters.kernels.triton
 from normmatters.kernels.triton import launch as module
-from normmatters.kernels.triton import layout
+from normmatters.kernels.triton.batch_norm import layout
 from normmatters.kernels.triton.launch import Launch
 
 
@@ -152,16 +152,17 @@ def test_each_device_has_its_own_compiled_kernel_and_stream():
 
 
 def test_plans_are_kept_for_so_many_shapes_and_no_more():
-    """Also the caches by shape that are still to be written: only what is kept by device may be without a bound."""
+    """Also the caches by shape that are still to be written: only caches by device may be without a bound."""
     by_device = {"can_overlap", "multiprocessors"}
     found = {}
-    for one in pkgutil.walk_packages(normmatters.kernels.__path__, "normmatters.kernels."):
+    package = normmatters.kernels.triton
+    for one in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
         for value in vars(importlib.import_module(one.name)).values():
             if hasattr(value, "cache_parameters"):
                 found[f"{value.__module__}.{value.__qualname__}"] = value.cache_parameters()["maxsize"]
     assert len(found) > 15
     assert {name.rpartition(".")[2] for name, most in found.items() if most is None} <= by_device
     for n in range(normmatters.kernels.MAX_PLANS + 50):
-        assert layout._view((2, n + 1, 3), True) == (2, 3 * (n + 1), 3)
-    assert layout._view.cache_info().currsize == normmatters.kernels.MAX_PLANS
-    layout._view.cache_clear()
+        assert layout.view_of_shape((2, n + 1, 3), True) == (2, 3 * (n + 1), 3)
+    assert layout.view_of_shape.cache_info().currsize == normmatters.kernels.MAX_PLANS
+    layout.view_of_shape.cache_clear()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from normmatters.kernels.triton.layout import SMALL, View, apply_tiling_of, is_small, tiling_of
+from normmatters.kernels.triton.batch_norm.layout import SMALL, View, apply_tiling_of, is_small, tiling_of
 
 # Rows and channels of layers in ResNet-50 and ResNet-56, and some that fit nothing.
 LAYERS = [

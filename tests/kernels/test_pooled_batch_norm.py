@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,18 +12,18 @@ from torch.nn import functional as F
 pytest.importorskip("triton")
 
 from normmatters import precision
-from normmatters.kernels import dispatch, pooled_ops  # noqa: F401 (registers the operators)
-from normmatters.kernels.triton import pooled_batch_norm as kernels
-from normmatters.kernels.triton.layout import Tiling
+from normmatters.kernels import dispatch
+from normmatters.kernels.triton.batch_norm import pooled as kernels
+from normmatters.kernels.triton.batch_norm.layout import Tiling
 from normmatters.nn.batchnorm import L1BatchNorm2d
 from normmatters.norm import Norm
 from support import called
 from support.batch_norm_cases import DEVICE, EPS, made
-from support.pooled_cases import check, few_values, parameters, pooled
+from support.pooled_cases import PooledNorm, check, few_values, parameters, pooled
 
 
 @pytest.fixture
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def small_tiles(monkeypatch: pytest.MonkeyPatch, fresh_plans: None) -> None:
     """Tiles of 4 windows and 4 channels, and at most 3 programs over the windows: small tensors meet every edge."""
     whole = kernels.tiling_of
 
@@ -33,10 +32,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         tiles = -(-shape.windows // 4)
         return tiling._replace(block_c=min(tiling.block_c, 4), block_r=4, tiles=tiles, splits=min(tiles, 3))
 
-    kernels._plan.cache_clear()
     monkeypatch.setattr(kernels, "tiling_of", cut)
-    yield
-    kernels._plan.cache_clear()
 
 
 # Values and gradients ------------------------------------------------------------------------------------------------
@@ -198,9 +194,8 @@ def test_wrong_arguments_change_nothing():
 # The module ----------------------------------------------------------------------------------------------------------
 
 
-def pooled_norm(memory: str = "exact") -> L1BatchNorm2d:
-    norm = L1BatchNorm2d(3, act="relu", memory=memory).to(DEVICE)
-    norm.pool = "max"
+def pooled_norm(memory: str = "exact") -> PooledNorm:
+    norm = PooledNorm(3, act="relu", memory=memory).to(DEVICE)
     with torch.no_grad():
         for parameter, value in zip(norm.parameters(), parameters(3).values()):
             parameter.copy_(value)
@@ -219,10 +214,8 @@ def step(norm, call, x: Tensor, g: Tensor) -> list[Tensor]:
 def test_module(memory):
     """With the pool there is one kind of memory, whose gradients are the exact ones."""
     norm = pooled_norm(memory)
-    plain = copy.deepcopy(norm)
-    plain.pool, plain.memory = None, "exact"
-    assert "pool='max'" in repr(norm)
-    assert "pool" not in repr(plain)
+    plain = L1BatchNorm2d(3, act="relu").to(DEVICE)
+    plain.load_state_dict(norm.state_dict())
     x, g = made((2, 3, 5, 6), "channels_last"), torch.randn(2, 3, 3, 3, device=DEVICE)
     ours = step(norm, norm, x, g)
     for mine, reference in zip(ours, step(plain, lambda x: F.max_pool2d(plain(x), 3, 2, 1), x, g)):
@@ -231,7 +224,7 @@ def test_module(memory):
     for training in (True, False):
         norm.train(training)
         plain.train(training)
-        z, link = norm.forward_linked(x, residual)
+        z, link = norm.forward_linked(x, residual, pooled=True)
         assert link is None
         assert torch.equal(z, F.max_pool2d(plain(x, residual), 3, 2, 1))
         assert norm.num_batches_tracked == plain.num_batches_tracked

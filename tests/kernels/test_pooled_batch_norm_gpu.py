@@ -11,12 +11,11 @@ from torch.nn import functional as F
 
 pytest.importorskip("triton")
 
-from normmatters.nn.batchnorm import L1BatchNorm2d
 from normmatters.surgery import convert
 from support import called, tolerances
 from support.batch_norm_cases import DEVICE, made
 from support.gpu_steps import check_cuda_graph, equal, step
-from support.pooled_cases import check, compare_pooled, few_values, off_the_fence, parameters, pooled
+from support.pooled_cases import PooledNorm, check, compare_pooled, few_values, off_the_fence, parameters, pooled
 
 pytestmark = [
     pytest.mark.gpu,
@@ -101,9 +100,8 @@ def test_memory_that_is_not_aligned():
     check(x, **parameters(24))
 
 
-def pooled_norm(channels: int = 24) -> L1BatchNorm2d:
-    norm = L1BatchNorm2d(channels, act="relu").to(DEVICE)
-    norm.pool = "max"
+def pooled_norm(channels: int = 24) -> PooledNorm:
+    norm = PooledNorm(channels, act="relu").to(DEVICE)
     with torch.no_grad():
         for parameter, value in zip(norm.parameters(), parameters(channels).values()):
             parameter.copy_(value)
@@ -160,7 +158,6 @@ def test_a_stem_as_with_the_pool_left_alone(memory):
     stem.append(nn.Conv2d(64, 8, 1))
     stem = stem.to(DEVICE, memory_format=torch.channels_last)
     fused = convert(copy.deepcopy(stem), "l1", memory=memory)
-    assert fused[1].pool == "max"
     # Rounded outputs are equal more often: a pool of those would have other winners, in one window of some hundred.
     unfused = nn.Sequential(stem[0], InFloat32(convert(stem, "l1", fuse=False)[1:3]), stem[4])
     x = torch.randn(8, 3, 64, 64, device=DEVICE).to(memory_format=torch.channels_last)

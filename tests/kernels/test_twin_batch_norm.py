@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 pytest.importorskip("triton")
 
-from normmatters.kernels import dispatch, ops, twin_ops  # noqa: F401 (registers the operators)
-from normmatters.kernels.triton import batch_norm_small, batch_norm_statistics
+from normmatters.kernels import dispatch
+from normmatters.kernels.triton.batch_norm import statistics
 from normmatters.nn import L1BatchNorm2d, twin
 from support.batch_norm_cases import DEVICE, EPS, affine, made
 from support.twin_cases import Norm, check, fused
@@ -104,8 +104,8 @@ def test_lean_codes_are_right_on_average():
 
 
 def test_pilot(monkeypatch, fresh_plans, poisoned_empty):
-    monkeypatch.setattr(batch_norm_statistics, "PILOT_SAMPLES", 256)
-    monkeypatch.setattr(batch_norm_small, "is_small", lambda *_: False)
+    monkeypatch.setattr(statistics, "PILOT_SAMPLES", 256)
+    monkeypatch.setattr(statistics, "is_small", lambda *_: False)
     check(*two((8, 4, 8, 10), "channels_last"), "lean")
 
 
@@ -217,12 +217,12 @@ def test_opcheck_forward(lean, save, linked, layout):
 def test_opcheck_backward(lean, layout):
     arguments = forward_arguments(lean, True, False, layout)
     x1, weight1, _, x2, weight2, _ = (None if t is None else t.detach() for t in arguments[:6])
-    _, code, _, *statistics = torch.ops.normmatters.twin_batch_norm_forward(*arguments)
+    _, _, code, *stats = torch.ops.normmatters.twin_batch_norm_forward(*arguments)
     g, link = made(SHAPE, layout), made(SHAPE, layout)
     rest = (1.25, 1.3, lean, layout == "channels_last")
     torch.library.opcheck(
         torch.ops.normmatters.twin_batch_norm_backward,
-        (g, link, x1, x2, code, *statistics, weight1, weight2, *rest),
+        (g, link, x1, x2, code, *stats, weight1, weight2, *rest),
         test_utils=CHECKS,
     )
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 
 from normmatters.lab.config import from_dict, run_path
-from normmatters.lab.publish import END, publish, redraw
+from normmatters.lab.publish import END, SECTIONS, publish, redraw
 from normmatters.lab.report import collect, judge_all
 from normmatters.lab.run import train
 from support.lab_runs import small_run
@@ -99,14 +100,14 @@ def test_pages_are_redrawn_from_the_files_alone(tmp_path: Path) -> None:
     publish([tmp_path / "runs"], results / "cifar")
     publish([tmp_path / "others"], results / "short")
     shutil.rmtree(tmp_path / "runs")
-    readme.write_text(f"# Project\n<!-- numbers: E1 figures -->\nold\n{END}\nmore\n<!-- numbers: E6 E8 -->{END}\n")
+    readme.write_text(f"# Project\n<!-- numbers: E1 -->\nold\n{END}\nmore\n<!-- numbers: E6 E8 -->{END}\n")
     reports = redraw(results, [readme])
     assert [r.html for r in reports] == [results / p / "report" / "report.html" for p in ("short", "cifar")]
     text = (results / "README.md").read_text()
     assert "| Figure 1 | WD on | 90.5 % | 90.60 ± 0.10 % | 3 | VGG11 on CIFAR-10, 80 epochs, bf16 autocast |" in text
     assert "67 epochs" in text
     claims = readme.read_text()
-    assert claims.startswith("# Project\n<!-- numbers: E1 figures -->\n| |")
+    assert claims.startswith("# Project\n<!-- numbers: E1 -->\n| |")
     assert claims.endswith(f"{END}\nmore\n<!-- numbers: E6 E8 -->\nNo runs of it are published.\n{END}\n")
     assert "old" not in claims
     measured = "90.60 − 89.35 = +1.25 (no interval from 2 seeds)"
@@ -116,7 +117,6 @@ def test_pages_are_redrawn_from_the_files_alone(tmp_path: Path) -> None:
     assert claims.count("Weight decay improves") == 1
     assert "| – | Norm schedule ends where weight decay does (E1) | not run: `fig1/norm_schedule` | | |" in claims
     assert "| – | Step-size correction ends where weight decay does (E1) | not run at one preset | | |" in claims
-    assert "![Figure 1: Weight decay is a step size](results/cifar/report/figures/fig1-0.svg)\n*Figure 1:" in claims
     assert (results / "cifar" / "report" / "figures" / "fig1-0.svg").is_file()
     verdicts = {v.claim.text: v.verdict for v in judge_all(collect([results / "cifar"]))}
     assert verdicts["Weight decay improves a network with batch norm"] == "open"
@@ -164,36 +164,44 @@ def test_a_damaged_run_leaves_every_page_as_it_was(tmp_path: Path) -> None:
     assert not list((tmp_path / "results").rglob("report"))
 
 
-def test_an_overview_tells_a_claim_once_from_its_longest_runs(tmp_path: Path) -> None:
-    results, page = tmp_path / "results", tmp_path / "page.md"
-    for preset, gap in (("short", 1.0), ("cifar", 3.0)):
-        for seed in range(2):
-            write_run(tmp_path / preset, "supp2/bwn", seed=seed, bleu=20 + gap + seed / 10, preset=preset)
-            write_run(tmp_path / preset, "supp2/none", seed=seed, bleu=20 + seed / 10, preset=preset)
-        publish([tmp_path / preset], results / preset)
-    page.write_text(f"<!-- numbers: E6 figures -->{END}\n<!-- numbers: E6 -->{END}\n")
-    redraw(results, [page])
-    overview, whole, _ = page.read_text().split(END)
-    rows = [[line for line in part.splitlines() if "beats no norm" in line] for part in (overview, whole)]
+def publish_weight_decay(root: Path, gaps: dict[str, float]) -> Path:
+    """Published runs with weight decay that end so many points above those without it, by preset."""
+    for preset, gap in gaps.items():
+        for seed in range(3):
+            write_run(root / preset, "fig1/wd_on", seed=seed, final=0.9 + gap / 100 + seed / 1000, preset=preset)
+            write_run(root / preset, "fig1/wd_off", seed=seed, final=0.9 + seed / 1100, preset=preset)
+        publish([root / preset], root / "results" / preset)
+    page = root / "page.md"
+    page.write_text(f"<!-- numbers: headlines -->{END}\n<!-- numbers: E1 -->{END}\n")
+    redraw(root / "results", [page])
+    return page
+
+
+def test_a_headline_comes_once_from_its_longest_runs(tmp_path: Path) -> None:
+    headlines, whole, _ = publish_weight_decay(tmp_path, {"short": 1.0, "cifar": 3.0}).read_text().split(END)
+    rows = [[line for line in part.splitlines() if "Weight decay improves" in line] for part in (headlines, whole)]
     assert [len(lines) for lines in rows] == [1, 2]
     assert "= +3.0" in rows[0][0]
+    assert "[Weight decay improves a network with batch norm](docs/results.md#e1-" in rows[0][0]
     assert "= +3.0" in rows[1][0]
     assert "= +1.0" in rows[1][1]
-    assert overview.count("![Supplementary Figure 2") == 1
-    assert "results/cifar/report/figures/supp2-0.svg" in overview
+    assert "ResNet-56: L1 equals L2](docs/results.md#e9-e10-l1-instead-of-l2) | not run |" in headlines
+    assert len([line for line in headlines.splitlines() if line.startswith("|")]) <= 2 + 12
 
 
-def test_an_overview_keeps_shorter_runs_that_disagree(tmp_path: Path) -> None:
-    results, page = tmp_path / "results", tmp_path / "page.md"
-    for preset, gap in (("short", -3.0), ("cifar", 3.0)):
-        for seed in range(3):
-            write_run(tmp_path / preset, "supp2/bwn", seed=seed, bleu=20 + gap + seed / 10, preset=preset)
-            write_run(tmp_path / preset, "supp2/none", seed=seed, bleu=20.0, preset=preset)
-        publish([tmp_path / preset], results / preset)
-    page.write_text(f"<!-- numbers: E6 figures -->{END}\n")
-    redraw(results, [page])
-    rows = [line for line in page.read_text().splitlines() if "beats no norm" in line]
+def test_a_headline_keeps_shorter_runs_that_disagree(tmp_path: Path) -> None:
+    headlines, *_ = publish_weight_decay(tmp_path, {"short": -3.0, "cifar": 3.0}).read_text().split(END)
+    rows = [line for line in headlines.splitlines() if "Weight decay improves" in line]
     assert [line[:5] for line in rows] == ["| ✓ |", "| ✗ |"]
+
+
+def test_headlines_link_to_sections_that_exist() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "results.md").read_text()
+    for heading in text.splitlines():
+        if heading.startswith("## E"):
+            checks, _, _ = heading.removeprefix("## ").partition(":")
+            slug = re.sub(r"[^\w\- ]", "", heading.removeprefix("## ").lower()).replace(" ", "-")
+            assert [SECTIONS[check] for check in checks.split(", ")] == [slug] * len(checks.split(", "))
 
 
 def test_claims_that_came_after_their_runs_are_listed(tmp_path: Path) -> None:

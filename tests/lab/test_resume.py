@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from normmatters.lab import checkpoint
 from normmatters.lab.config import to_json
 from normmatters.lab.errors import RunError
+from normmatters.lab.files import read_json
 from normmatters.lab.regimes import Regime, _optimizer
 from normmatters.lab.run import train
 from support.lab_runs import rows, small_run
@@ -278,3 +279,47 @@ def test_random_state_round_trip() -> None:
     first = (random.random(), np.random.rand(), torch.rand(1).item())  # noqa: NPY002
     checkpoint.set_random_state(state)
     assert (random.random(), np.random.rand(), torch.rand(1).item()) == first  # noqa: NPY002
+
+
+def test_a_run_that_has_begun_keeps_its_threads(tmp_path: Path) -> None:
+    """On others its sums would round differently: half of the run would have other numbers."""
+    config = small_run(runtime={"threads": 2})
+    with pytest.raises(Stop):
+        train(config, tmp_path, progress=interrupt_after(2))
+    with pytest.raises(RunError, match=r"began with 2 threads.*with 1: --set runtime\.threads=2 resumes it"):
+        train(small_run(runtime={"threads": 1}), tmp_path)
+    assert train(small_run(), tmp_path).status == "finished"  # as none are asked for
+    assert read_json(tmp_path / "config.json")["runtime"]["threads"] == 2  # type: ignore[index]
+    assert read_json(tmp_path / "environment.json")["threads"] == 2  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    "change", [{"model": {}}, {"rows": "[]"}, {"rows": "{"}, {"regime": 3}, {"epoch": "two"}], ids=str
+)
+def test_a_checkpoint_of_wrong_content_is_one_sentence(change: dict[str, Any], tmp_path: Path) -> None:
+    config = small_run()
+    with pytest.raises(Stop):
+        train(config, tmp_path, progress=interrupt_after(2))
+    folder = tmp_path / "checkpoints"
+    state, _ = checkpoint.load(folder)
+    checkpoint.save(folder, 2, {**state, **change})  # type: ignore[dict-item]
+    with pytest.raises(RunError, match=r"last checkpoint .* does not fit this run .*--fresh"):
+        train(config, tmp_path)
+
+
+def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("mine")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".lock").symlink_to(tmp_path / "mine.txt")
+    with pytest.raises(RunError, match=r"cannot write .*\.lock"):
+        train(small_run(), tmp_path / "run")
+    assert (tmp_path / "mine.txt").read_text() == "mine"
+
+
+def test_a_checkpoint_whose_writing_was_stopped_does_not_sound_damaged(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, 1, {"epoch": 1})
+    checkpoint.save(tmp_path, 2, {"epoch": 2})
+    (tmp_path / "epoch-000002.sha256").unlink()
+    state, messages = checkpoint.load(tmp_path)
+    assert state == {"epoch": 1}
+    assert messages == ["checkpoint of epoch 2: the run was stopped while it was written"]

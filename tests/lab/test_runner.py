@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,8 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from normmatters import cli
 from normmatters.lab.config import to_json
@@ -260,3 +263,69 @@ def test_published_runs_are_not_run_again(tmp_path: Path, capsys: pytest.Capture
     assert "WD off" in (tmp_path / "again" / "quick" / "report" / "report.md").read_text()
     with pytest.raises(ValueError, match="no such folder"):
         cli.app([*words, "--published", str(tmp_path / "absent")], standalone_mode=False)
+
+
+def _two(out: Path, *sets: str) -> list[PlannedRun]:
+    runs = make_plan(["fig1"], "quick", out, overrides=[*MICRO, *sets])
+    return [run for run in runs if run.config.cell in ("wd_on", "corrected")]
+
+
+def test_norms_that_are_lost_come_from_the_last_checkpoint(tmp_path: Path) -> None:
+    """A finished reference without them was a dead end: it was never run again, and what needs it failed."""
+    assert Runner(_two(tmp_path)).run() == []
+    reference, follower = _two(tmp_path)
+    before, norms = metrics(follower.folder), load_file(reference.folder / "norms.safetensors")
+    (reference.folder / "norms.safetensors").unlink()
+    shutil.rmtree(follower.folder)
+    runner = Runner(_two(tmp_path))
+    assert [run.state for run in runner.plan] == ["waiting", "waiting"]
+    assert runner.run() == [], [run.reason for run in runner.plan]
+    assert "its norms are lost" in runner.messages[0]
+    again = load_file(reference.folder / "norms.safetensors")
+    assert all(torch.equal(again[name], values) for name, values in norms.items())
+    assert metrics(follower.folder) == before
+
+
+def test_what_follows_a_diverged_run_is_skipped_for_that_reason(tmp_path: Path) -> None:
+    reference, follower = runs = _two(tmp_path)
+    reference.folder.mkdir(parents=True)
+    (reference.folder / "config.json").write_text(to_json(reference.config))
+    (reference.folder / "error.json").write_text('{"kind": "nan"}')
+    runs = _two(tmp_path)
+    assert [run.state for run in runs] == ["done", "waiting"]
+    assert Runner(runs).run() == [runs[1]]
+    assert "diverged: there are no norms to follow" in runs[1].reason
+    assert not follower.folder.exists()
+
+
+def test_jobs_change_no_number(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = {}
+    for jobs in ("1", "2"):
+        sets = [word for s in MICRO if not s.startswith("runtime.threads") for word in ("--set", s)]
+        words = ["reproduce", "fig1/wd_on", "fig1/wd_off", "--seeds", "1", "--jobs", jobs, "--device", "cpu", *sets]
+        monkeypatch.setattr(sys, "argv", ["normmatters", *words, "--out", str(tmp_path / jobs)])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        assert end.value.code == 0, capsys.readouterr().err
+        folder = tmp_path / jobs / "quick" / "fig1" / "wd_on" / "seed0"
+        assert json.loads((folder / "environment.json").read_text())["threads"] == 1
+        assert json.loads((folder / "config.json").read_text())["runtime"]["threads"] == 1
+        found[jobs] = metrics(folder)
+    assert found["1"] == found["2"]
+
+
+def test_where_nothing_ran_there_is_no_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["reproduce", "fig1", "--data", "tiny_imagenet", "--seeds", "1", "--device", "cpu", "--out", str(tmp_path)]
+    (tmp_path / "data").mkdir()
+    monkeypatch.setattr(sys, "argv", ["normmatters", *words, "--data-dir", str(tmp_path / "data")])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    said = capsys.readouterr().out
+    assert end.value.code == 1
+    assert "no image folder" in said
+    assert "claims" not in said
+    assert not (tmp_path / "quick" / "report").exists()

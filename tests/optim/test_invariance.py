@@ -15,7 +15,7 @@ from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 from normmatters import precision
 from normmatters.optim import scale_invariant_parameters, split_parameters
-from normmatters.optim.invariance import _bisect
+from normmatters.optim.invariance import bisect
 from support.optim_nets import INVARIANT, batch, convnet
 
 
@@ -207,8 +207,8 @@ def test_bisection_finds_exactly_the_items_that_change_nothing() -> None:
     def change(items: list[int]) -> float:
         return float(any(i in (1, 4) for i in items))
 
-    assert [i for i, _ in _bisect(change, list(range(7)), 1e-3)] == [0, 2, 3, 5, 6]
-    assert _bisect(change, [4], 1e-3) == []
+    assert [i for i, _ in bisect(change, list(range(7)), 1e-3)] == [0, 2, 3, 5, 6]
+    assert bisect(change, [4], 1e-3) == []
 
 
 def test_the_rescaling_decides_where_the_gradient_is_fooled() -> None:

@@ -30,7 +30,6 @@ from normmatters.optim import (
     scale_invariant_parameters,
 )
 from normmatters.optim import recorder as recorder_module
-from normmatters.optim.plotting import plot, to_tensorboard
 from normmatters.weight_norm import bounded_weight_norm
 from support.optim_nets import INVARIANT, batch, convnet, groups, train
 
@@ -349,25 +348,6 @@ def test_names_are_plain_where_single_blocks_are_compiled_or_checkpointed() -> N
     model[0], model[3] = torch.compile(model[0], backend="eager"), checkpoint_wrapper(model[3])
     assert NormRecorder(model).recording().names == [*INVARIANT, "11.weight"]
     assert list(scale_invariant_parameters(model, batch(0, torch.float32)[0])) == INVARIANT
-
-
-def test_tensorboard_and_plot(run: tuple[Recording, list[dict[str, torch.Tensor]]], tmp_path: Path) -> None:
-    recording, _ = run
-    written: dict[tuple[str, int], float] = {}
-
-    class Writer:
-        def add_scalar(self, tag: str, value: float, step: int) -> None:
-            written[tag, step] = value
-
-    to_tensorboard(recording, Writer(), every=4)
-    assert written["norms/norm/0.weight", 12] == recording.norm("0.weight", layer=True)[12].item()
-    median = recording.effective_step_size("3.weight")[4].median().item()
-    assert written["norms/effective_step_size/3.weight", 4] == median
-    assert written["norms/angle/8.weight", 8] == recording.angle("8.weight")[8].median().item()
-    plot(recording, tmp_path / "norms.png", names=["0.weight"])
-    assert (tmp_path / "norms.png").read_bytes()[:4] == b"\x89PNG"
-    with pytest.raises(ValueError, match="no 'nothing'"):
-        recording.plot(tmp_path / "norms.png", names=["nothing"])
 
 
 def test_repr_is_one_line(run: tuple[Recording, list[dict[str, torch.Tensor]]]) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from normmatters.functional import lp_batch_norm
-from normmatters.kernels.triton import batch_norm_statistics as kernels
+from normmatters.kernels.triton.batch_norm import statistics
 from normmatters.norm import Norm
 from support import called, tolerances
 
@@ -204,7 +204,7 @@ def compare(
 
 
 def uses_pilot(x: Tensor) -> bool:
-    return x.numel() // x.shape[1] > kernels.PILOT_SAMPLES
+    return x.numel() // x.shape[1] > statistics.PILOT_SAMPLES
 
 
 def lean_error(dtype, act, residual, gamma, bias, xhat, grads, y) -> Tensor:

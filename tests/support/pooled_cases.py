@@ -9,8 +9,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from normmatters.functional import lp_batch_norm
+from normmatters.nn.batchnorm import L1BatchNorm2d
 from support import called
 from support.batch_norm_cases import DEVICE, EPS, MOMENTUM, Result, affine, compare
+
+
+class PooledNorm(L1BatchNorm2d):
+    """A norm whose every call pools."""
+
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+        output: Tensor = self.forward_linked(input, residual, linked=False, pooled=True)[0]
+        return output
 
 
 def pooled(x: Tensor, weight, bias, g: Tensor, constant: str | float = "exact") -> Result:
@@ -20,7 +29,7 @@ def pooled(x: Tensor, weight, bias, g: Tensor, constant: str | float = "exact") 
     y = called.pooled_batch_norm(
         x, running_mean, running_var, weight, bias, True, MOMENTUM, EPS, constant=constant, act="relu"
     )
-    assert type(y.grad_fn).__name__ == "_PooledBatchNormBackward"  # not the pool on its own
+    assert type(y.grad_fn).__name__ == "PooledBatchNormBackward"  # not the pool on its own
     y.backward(g)
     return Result(
         y.detach(), running_mean, running_var, x.grad, *(t if t is None else t.grad for t in (weight, bias)), None

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
-from normmatters.surgery.fused import FusedBlock
+from normmatters.surgery.blocks import FusedBlock
 from support.workflow_nets import MODELS, gradients
 
 

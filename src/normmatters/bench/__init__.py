@@ -68,6 +68,8 @@ def run(
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)  # that it cannot be is told now, not after the first row
     setup = harness.Setup(place, smoke, selection, share)
+    if smoke and share is None:
+        print("A smoke run: tensors so small that their times and ratios mean nothing. It shows that every row runs.")
     found: list[Row] = []
     for name, (_, rows) in benches.items():
         count = warmup.default_jobs(name, setup) if jobs is None else jobs
@@ -110,7 +112,8 @@ def _run_one(
     found: list[Row] = []
     for row in _surviving(name, rows(setup)):
         found.append(row)
-        print(report.text_row(name, report.with_passes(row, bandwidth)), flush=True)
+        shown = {key: value for key, value in row.items() if not (setup.smoke and "ratio" in key)}
+        print(report.text_row(name, report.with_passes(shown, bandwidth)), flush=True)
         if out is not None:
             harness.write_json(out / f"{name}.json", name, setup, found, {"memory_bandwidth": bandwidth})
     picture = picture or (out and out / "roofline.svg")

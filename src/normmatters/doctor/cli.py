@@ -76,7 +76,7 @@ def doctor(
     """
     from normmatters.optim import Recipe
 
-    Recipe(lr, wd, momentum)  # a wrong number is told before a large model is built
+    Recipe(lr, wd, momentum)  # a wrong number is an error before a large model is built
     if dtype is not None and dtype not in _DTYPES:
         raise ValueError(f"--dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
     batch = Path(shape) if shape is not None and Path(shape).suffix in _FILES else None
@@ -86,16 +86,18 @@ def doctor(
     import torch
 
     from normmatters.doctor import diagnose
+    from normmatters.doctor.diagnosis import first_line
 
     # Before the model, which may take long: every import and option has been checked when it is built.
     example: Any = None if batch is None else load_batch(batch)
     network = _model(model, sets or (), weights)
-    if size is not None and tokens is not None:
-        example = torch.randint(tokens, size)
-    elif size is not None and isinstance(network, torch.nn.Module):
+    if size is not None and isinstance(network, torch.nn.Module):
         # In float32, activations of a half-precision model would be counted as twice as large. (fp8 is for storage.)
         kinds = (p.dtype for p in network.parameters() if p.is_floating_point() and p.dtype.itemsize > 1)
-        example = torch.randn(size, dtype=next(kinds, None))
+        try:
+            example = torch.randn(size, dtype=next(kinds, None)) if tokens is None else torch.randint(tokens, size)
+        except (RuntimeError, TypeError, OverflowError) as error:  # more than there is memory, or numbers for it
+            raise ValueError(f"--input {shape} cannot be made: {first_line(error)}") from None
     found = diagnose(
         network,
         example,
@@ -112,6 +114,9 @@ def doctor(
         print(json.dumps(found.as_dict(), indent=2))  # ASCII: a pipe of any encoding loses nothing
     else:
         _print(found)
+    ran = found.kept is not None or any(weight.invariant is not None for weight in found.weights)
+    if example is not None and not ran and isinstance(network, torch.nn.Module):
+        raise typer.Exit(1)  # the model does not run on this input: a note says why
 
 
 def _shape(text: str) -> tuple[int, ...]:
@@ -161,7 +166,12 @@ def _model(name: str, sets: Sequence[str], weights: Path | None) -> nn.Module | 
             raise ValueError(f"{name}: {error}; its arguments are given with --set KEY=VALUE") from None
         except ValueError:  # what is written in C may not say what it takes
             pass
-        found = found(**arguments)
+        try:
+            found = found(**arguments)
+        except Exception as error:  # whatever the user's own code raises
+            from normmatters.doctor.diagnosis import first_line
+
+            raise ValueError(f"{name} raised {first_line(error)}") from error
     elif sets:
         raise ValueError(f"--set needs something to call, {name} is a module already")
     if not isinstance(found, nn.Module):
@@ -254,6 +264,8 @@ def _print(found: Diagnosis) -> None:
     from rich.table import Table
 
     console = Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = 10_000  # lines in a pipe or a file stay whole, and grep finds every name
     for table in found.tables():
         if not table.rows:
             continue

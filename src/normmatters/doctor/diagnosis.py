@@ -16,11 +16,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from normmatters.doctor.saved_bytes import Ghosts, Kept
 from normmatters.kernels import backends
+from normmatters.norm import Norm
 from normmatters.optim import Invariance, Recipe, channel_norms, scale_invariant_parameters, steps_to_equilibrium
 from normmatters.optim.channels import named_weights
 from normmatters.probe import plain_name, unwrap
 from normmatters.surgery import ConversionReport
-from normmatters.surgery.swap import NormSpec, check_model, swap
+from normmatters.surgery.swap import check_model, swap
 from normmatters.tails import measure_tails
 from normmatters.text_table import aligned
 from normmatters.weight_norm import BoundedWeight, ClassicWeight
@@ -48,7 +49,7 @@ class NormLayer(NamedTuple):
     ``becomes`` is the class that would take its place, None where it would stay, ``""`` where a checkpoint alone cannot
     tell; ``fused`` is ``""``, ``"relu"``, ``"add + relu"`` or ``"relu + max pool"``; ``note`` says why if that is not
     all one could wish for.
-    ``input`` is the shape that came in, ``tails`` σ ÷ C·mean|S| of it, a channel or a token: the factor by which an L1
+    ``input`` is the shape that came in, ``tails`` σ ÷ C·mean|S| of it, per channel or token: the factor by which an L1
     norm's output is larger than an L2 norm's (see :mod:`normmatters.tails`).
 
     >>> NormLayer("bn", "BatchNorm2d", becomes="L1BatchNorm2d", fused="relu").becomes
@@ -66,7 +67,7 @@ class NormLayer(NamedTuple):
 
 
 class Spread(NamedTuple):
-    """The smallest, the median and the largest of one number a channel.
+    """The smallest, the median and the largest of one number per channel.
 
     >>> Spread.of(torch.tensor([3.0, 1.0, 2.0]))
     Spread(smallest=1.0, median=2.0, largest=3.0)
@@ -86,7 +87,7 @@ class Weight(NamedTuple):
     """One weight: is its length without effect, and how large is its effective step?
 
     ``invariant`` is what the test found in words (None: not tested), ``dim`` the channel dimension that norms are taken
-    along. ``step`` is η/‖w‖² a channel (F2); None for a weight whose length does act on the output, if only in some
+    along. ``step`` is η/‖w‖² per channel (F2); None for a weight whose length does act on the output, if only in some
     channels, or by itself.
 
     >>> Weight("fc.weight", (10, 512), "no", 0, Spread(0.9, 1.0, 1.1)).step is None
@@ -167,7 +168,7 @@ class Diagnosis:
         ]
 
     def summary(self) -> list[str]:
-        """What it comes to, a sentence a line."""
+        """What it comes to, one sentence per line."""
         converted = [n for n in self.norms if n.becomes]
         fused = sum(bool(n.fused) for n in converted)
         lines = []
@@ -193,14 +194,14 @@ class Diagnosis:
         tested = [w for w in self.weights if w.invariant is not None]
         if tested:
             steps = sum(w.step is not None for w in tested)
-            found = f"{steps} of {len(tested)} weights are scale invariant"
-            lines.append(f"{found}: weight decay acts on their step size alone.")
+            effect = ": weight decay acts on their step size alone." if steps else "."
+            lines.append(f"{steps} of {len(tested)} weights are scale invariant{effect}")
         r = self.recipe
-        if r.lr * r.weight_decay > 0:
+        if r.lr * r.weight_decay > 0 and (not tested or any(w.step is not None for w in tested)):
             steps_there = steps_to_equilibrium(r.lr, r.weight_decay, r.momentum)
             lines.append(
                 f"At lr {r.lr:g}, weight decay {r.weight_decay:g}, momentum {r.momentum:g}, scale-invariant weights "
-                f"turn by {r.angle:.4g} rad a step once norms have settled, in about {steps_there:.4g} steps."
+                f"turn by {r.angle:.4g} rad per step once norms have settled, in about {steps_there:.4g} steps."
             )
         return lines + [f"Note: {note}" for note in self.notes]
 
@@ -309,8 +310,8 @@ def diagnose(
     notes: list[str] = []
     ghosts = Ghosts(dtype)
     report = ConversionReport()
-    layer_spec = None if layer_norm is None else NormSpec.of("layer_norm", layer_norm)
-    converted = swap(ghosts.of(model), NormSpec.of("norm", norm), layer_spec, report)
+    layer_kind = None if layer_norm is None else Norm.named(layer_norm, argument="layer_norm")
+    converted = swap(ghosts.of(model), Norm.named(norm), layer_kind, report)
     kept: dict[str, Kept] = {}
     inputs: dict[str, tuple[int, ...]] = {}
     total = None
@@ -333,7 +334,8 @@ def diagnose(
     norms = []
     for name, kind in _norms(model):
         change = changes.get(name)
-        left = "left as it is unless layer_norm is given" if kind == "LayerNorm" else ""
+        left = "left as it is: layer_norm (--layer-norm) converts it" if kind == "LayerNorm" else ""
+        left = left or f"left as it is: convert takes no {kind}"
         plan = (
             {"note": left} if change is None else {"becomes": change.after, "fused": change.fused, "note": change.note}
         )

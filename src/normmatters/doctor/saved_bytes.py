@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from normmatters.kernels import backends
 from normmatters.nn.batchnorm_base import LpBatchNorm
 from normmatters.probe import call
-from normmatters.surgery.fused import FusedMaxPool2d
+from normmatters.surgery.plan import plan_fusion
 
 __all__ = ["Ghosts", "Kept"]
 
@@ -90,18 +91,18 @@ class Ghosts:
         kernels = self.on_gpu and not backends.TRITON_MISSING
         with backends.as_if_on_gpu() if kernels else contextlib.nullcontext():  # norms that are ours already
             now, inputs = self.keeps(before, example_input)
-        # What a pool keeps is counted for the norm that took it over: after the conversion they are one. The inputs are
-        # in the order of the pass, in which a norm and its pool come alike.
-        passed = [(name, after.get_submodule(name)) for name in inputs]
-        pooling = [name for name, m in passed if isinstance(m, LpBatchNorm) and m.pool is not None]
-        pools = [name for name, m in passed if isinstance(m, FusedMaxPool2d)]
-        for norm, pool in zip(pooling, pools):
-            now[norm] = now.get(norm, 0) + now.pop(pool, 0)
         exact: dict[str, int] | None = None
         lean: dict[str, int] | None = None
         if not backends.TRITON_MISSING:
             with backends.as_if_on_gpu():
                 exact, lean = (self._with_memory(mode, after, example_input) for mode in ("exact", "lean"))
+        # What a pool keeps is counted for the norm that takes it over: after the conversion they are one.
+        norms = [module for module in after.modules() if isinstance(module, LpBatchNorm)]
+        names = {module: name for name, module in after.named_modules()}
+        for norm, pool in plan_fusion(after, norms, [n for n in norms if n.p == 1]).pools.items():
+            for sizes in (now, exact, lean):
+                if sizes is not None:
+                    sizes[names[norm]] = sizes.get(names[norm], 0) + sizes.pop(names[pool], 0)
 
         def kept(total: Callable[[dict[str, int]], int]) -> Kept:
             return Kept(total(now), None if exact is None else total(exact), None if lean is None else total(lean))
@@ -113,45 +114,59 @@ class Ghosts:
         for module in ghost.modules():
             if isinstance(module, LpBatchNorm):
                 module.memory = mode
-        return self.keeps(ghost, example_input)[0]
+        return self._sizes(ghost, example_input)
 
     def keeps(self, ghost: nn.Module, example_input: Any) -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
         """Bytes that a forward pass keeps, and the shape of the first input, by the module that was running."""
-        own = {t.untyped_storage()._cdata for t in [*ghost.parameters(), *ghost.buffers()]}
-        running = [""]
         inputs: dict[str, tuple[int, ...]] = {}
-        kept: dict[int, tuple[str, Tensor]] = {}  # the tensors are held, so that no storage takes another's place
 
         def enter(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            running.append(name)
             for first in (*args, *kwargs.values())[:1]:
                 if isinstance(first, Tensor):
                     inputs.setdefault(name, tuple(first.shape))
 
-        def leave(*_: Any) -> None:
-            running.pop()
+        sizes = self._sizes(ghost, example_input)  # without hooks: a module with hooks does not fuse
+        handles = [
+            module.register_forward_pre_hook(partial(enter, name), with_kwargs=True)
+            for name, module in ghost.named_modules()
+        ]
+        try:
+            with self.mode, torch.no_grad():
+                call(ghost, tree_map_only(Tensor, self._tensor, example_input))
+        finally:
+            for handle in handles:
+                handle.remove()
+        return sizes, inputs
+
+    def _sizes(self, ghost: nn.Module, example_input: Any) -> dict[str, int]:
+        own = {t.untyped_storage()._cdata for t in [*ghost.parameters(), *ghost.buffers()]}
+        names = {module: name for name, module in ghost.named_modules()}
+        kept: dict[int, tuple[str, Tensor]] = {}  # the tensors are held, so that no storage takes another's place
 
         def pack(t: Tensor) -> Tensor:
             storage = t.untyped_storage()._cdata
             if storage not in own:
-                kept[storage] = (running[-1], t)
+                kept[storage] = (_running(names), t)
             return t
 
-        handles = []
-        for name, module in ghost.named_modules():
-            handles.append(module.register_forward_pre_hook(partial(enter, name), with_kwargs=True))
-            handles.append(module.register_forward_hook(leave, always_call=True))
         x = tree_map_only(Tensor, self._tensor, example_input)
-        try:
-            with self.mode, torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), torch.enable_grad():
-                call(ghost, x)
-        finally:
-            for handle in handles:
-                handle.remove()
+        with self.mode, torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), torch.enable_grad():
+            call(ghost, x)
         sizes: dict[str, int] = {}
         for name, t in kept.values():
             sizes[name] = sizes.get(name, 0) + t.untyped_storage().nbytes()
-        return sizes, inputs
+        return sizes
+
+
+def _running(names: dict[nn.Module, str]) -> str:
+    """The name of the module whose method runs, the innermost one."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        module = frame.f_locals.get("self", frame.f_locals.get("norm"))
+        if isinstance(module, nn.Module) and module in names:
+            return names[module]
+        frame = frame.f_back
+    return ""
 
 
 def _size_of(name: str, sizes: dict[str, int]) -> int:

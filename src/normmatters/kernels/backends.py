@@ -1,4 +1,4 @@
-"""Chooses the backend of each normalization: Triton or native CPU kernels, the hand-derived gradient, the equation.
+"""Chooses the backend of each normalization: fused Triton kernels, the hand-derived gradient, or the plain equation.
 
 :func:`batch_norm_backend` and :func:`layer_norm_backend` say which one serves a call, and why not a faster one. When a
 call on a GPU falls back, the same sentence is logged once (logger ``normmatters.kernels``, level INFO).
@@ -19,7 +19,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from normmatters.kernels import cpu, emulation
+from normmatters.kernels import emulation
+from normmatters.kernels.cpu import DTYPES
+from normmatters.kernels.cpu import why_not as why_not_library
+from normmatters.kernels.memory_format import memory_format
 from normmatters.kernels.operators import needs_operators
 from normmatters.norm import Norm
 
@@ -30,9 +33,9 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class Backend(NamedTuple):
-    """``name`` is ``"triton"``, ``"cpu"``, ``"hand-derived"``, ``"plain"`` or ``"arithmetic"``; ``reason`` says why.
+    """``name`` is ``"triton"``, ``"cpu"``, ``"hand-derived"``, ``"plain"`` or ``"arithmetic"``.
 
-    It is empty for kernels: nothing is faster.
+    ``reason`` says why no faster one serves.
 
     >>> Backend("plain", "in evaluation the module is torch's own batch norm").name
     'plain'
@@ -42,20 +45,23 @@ class Backend(NamedTuple):
     reason: str
 
 
-SWITCHED_OFF = os.environ.get("NORMMATTERS_KERNELS", "1") == "0"
-_OFF = "kernels are switched off by NORMMATTERS_KERNELS=0"
+def _switched_off() -> str:
+    off = os.environ.get("NORMMATTERS_KERNELS", "1") == "0"
+    return "kernels are switched off by NORMMATTERS_KERNELS=0" if off else ""
 
 
 def find_triton() -> str:
     """Why no kernel can run in this process at all; empty if it can."""
-    if SWITCHED_OFF:
-        return _OFF
+    if _switched_off():
+        return _switched_off()
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     return ""
 
 
 TRITON_MISSING = find_triton()
+#: Why there are no native CPU kernels in this process; empty if there are.
+NATIVE_MISSING = _switched_off() or why_not_library()
 # Triton's interpreter (TRITON_INTERPRET=1) runs the kernels on a CPU, thousands of times slower than the equations do:
 # the kernels' own tests ask for it, and nothing else should get it for having the variable set.
 INTERPRETED = os.environ.get("NORMMATTERS_KERNELS") == "interpret"
@@ -116,23 +122,21 @@ def why_not_triton(input: Tensor) -> str:
     return _why_no_kernel(input)
 
 
-def why_not_cpu(input: Tensor) -> str:
-    """Why the native CPU kernels cannot take ``input``; empty if they can."""
+def why_not_native(input: Tensor) -> str:
+    """Why no native CPU kernel can take this input; empty if one can."""
     if input.device.type != "cpu":
-        return f"the input is on {input.device.type}"
+        return f"the input is on {input.device.type}, and the native kernels run on a CPU"
     if INTERPRETED:
-        return "CPU tensors go to Triton's interpreter"
-    if SWITCHED_OFF:
-        return _OFF
-    if cpu.why_not():
-        return cpu.why_not()
-    if input.dtype not in cpu.DTYPES:
-        return f"the kernels take float16, bfloat16, float32 and float64, the input is {input.dtype}"
+        return "NORMMATTERS_KERNELS=interpret asks for Triton's interpreter"
+    if NATIVE_MISSING:
+        return NATIVE_MISSING
+    if input.dtype not in DTYPES:
+        return f"the native kernels take float16, bfloat16, float32 and float64, the input is {input.dtype}"
     return _why_no_kernel(input)
 
 
 def _why_no_kernel(input: Tensor) -> str:
-    """What no kernel takes, on any device."""
+    """What kernels of either kind cannot take."""
     if type(input) is not Tensor and has_no_memory(input):
         return f"a {type(input).__name__} has no memory of its own"
     if input.numel() == 0:
@@ -146,7 +150,7 @@ def _why_no_kernel(input: Tensor) -> str:
 
 
 TRITON = Backend("triton", "")
-CPU = Backend("cpu", "")
+NATIVE = Backend("cpu", "")
 _EMULATED = Backend("arithmetic", "normmatters.precision.arithmetic is active")
 
 
@@ -166,9 +170,9 @@ def batch_norm_backend(input: Tensor, norm: Norm = _L1, *, training: bool = True
     if not training:
         return Backend("plain", "in evaluation the module is torch's own batch norm")
     if input.device.type == "cpu" and not _runs_kernels(input.device):
-        reason = why_not_cpu(input)
+        reason = why_not_native(input)
         if not reason:
-            return CPU
+            return NATIVE
     else:
         reason = why_not_triton(input) or why_not_batch_norm_kernel(input, norm)
         if not reason:
@@ -197,23 +201,22 @@ def why_not_batch_norm_kernel(input: Tensor, norm: Norm) -> str:
             return reason
     if norm.kind in ("l1", "l2", "mean"):
         return ""
-    from normmatters.kernels.triton import batch_norm_statistics as kernels
-    from normmatters.kernels.triton.layout import memory_format
+    from normmatters.kernels.triton.batch_norm import select
 
     if norm.kind == "lp":
         return "there are kernels for p = 1, 2, inf, Top(k), range and mean-only, not for a general p"
-    if norm.k is not None and norm.k > kernels.MAX_K:
-        return f"the Top(k) kernel takes k <= {kernels.MAX_K}, got k={norm.k}"
+    if norm.k is not None and norm.k > select.MAX_K:
+        return f"the Top(k) kernel takes k <= {select.MAX_K}, got k={norm.k}"
     if input.dim() >= 2:
         contiguous = memory_format(input) is torch.contiguous_format  # or will be, by a copy
         groups = _groups(_sizes(input), contiguous, input.element_size(), norm.k or 1)
-        if groups > kernels.MAX_GROUPS:
-            return f"{groups} groups a channel are more than the {kernels.MAX_GROUPS} that the selection kernel holds"
+        if groups > select.MAX_GROUPS:
+            return f"{groups} groups a channel are more than the {select.MAX_GROUPS} that the selection kernel holds"
     return ""
 
 
 def why_too_large(input: Tensor) -> str:
-    from normmatters.kernels.triton.layout import MAX_COLS, MAX_ROWS, memory_format
+    from normmatters.kernels.triton.batch_norm.layout import MAX_COLS, MAX_ROWS
 
     channel, image = input.numel() // input.shape[1], input.numel() // input.shape[0]
     if channel > MAX_ROWS:
@@ -234,10 +237,10 @@ def _sizes(input: Tensor) -> tuple[int, ...]:
 
 def _groups(shape: tuple[int, ...], contiguous: bool, itemsize: int, k: int) -> int:
     """Groups a channel of an input of this shape."""
-    from normmatters.kernels.triton import batch_norm_statistics as kernels
-    from normmatters.kernels.triton.layout import _view
+    from normmatters.kernels.triton.batch_norm import select
+    from normmatters.kernels.triton.batch_norm.layout import view_of_shape
 
-    return kernels.groups_of(_view(shape, contiguous), itemsize, k)
+    return select.groups_of(view_of_shape(shape, contiguous), itemsize, k)
 
 
 # To the compiler a number: it would look into the caches behind it, and warn of each.
@@ -258,11 +261,18 @@ def layer_norm_backend(input: Tensor, normalized_shape: Sequence[int], norm: Nor
 
     Example::
 
-        >>> layer_norm_backend(torch.randn(8, 16), [16], Norm(1)).reason
-        'the input is on cpu, and the kernels run on CUDA devices'
+        >>> layer_norm_backend(torch.randn(8, 16), [16], Norm("range")).name
+        'plain'
     """
     if emulation.open_contexts and emulation.active() is not None:
         return _EMULATED
+    if input.device.type == "cpu" and not _runs_kernels(input.device):
+        reason = why_not_native(input)
+        if not reason:
+            from normmatters.kernels.cpu import layer_norm as native
+
+            reason = native.why_not(input, normalized_shape, norm)
+        return Backend("plain", reason) if reason else NATIVE
     reason = why_not_triton(input)
     if not reason:
         from normmatters.kernels.triton import layer_norm

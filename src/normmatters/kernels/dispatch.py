@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -75,10 +75,11 @@ def linked_batch_norm(
     link: Tensor | None = None,
     linked: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """:func:`batch_norm`, and a link to its output if ``linked`` (see :mod:`normmatters.kernels.ops`), or None.
+    """:func:`batch_norm`, and a link to its output if ``linked``, or None.
 
-    ``link`` is what the batch norm that made ``residual`` returned with it. Only the kernels have links: elsewhere
-    ``link`` is ignored, and the residual's gradient is added by autograd.
+    ``link`` is what the batch norm that made ``residual`` returned with it. Only the kernels have links (see
+    :mod:`normmatters.kernels.triton.batch_norm.operator`): elsewhere ``link`` is ignored, and autograd adds the
+    residual's gradient.
 
     Example::
 
@@ -90,7 +91,7 @@ def linked_batch_norm(
     check_batch_norm(input, norm, weight, bias, running, training, residual=residual, act=act)
     backend = batch_norm_backend(input, norm, training=training)
     if backend is backends.TRITON:
-        from normmatters.kernels.ops import batch_norm as kernel  # of the module itself: quicker than of the package
+        from normmatters.kernels.triton.batch_norm.operator import batch_norm as kernel  # quicker than of the package
 
         _check_plain(running.mean, running.var, weight, bias, residual)
         if residual is not None and residual.dtype != input.dtype:
@@ -101,7 +102,7 @@ def linked_batch_norm(
         )  # fmt: skip
         _count_after_kernel(running, in_kernel)
         return pair
-    if backend is backends.CPU and _are_plain(running.mean, running.var, weight, bias, residual):
+    if backend is backends.NATIVE and _are_plain(running.mean, running.var, weight, bias, residual):
         from normmatters.kernels.cpu.batch_norm import batch_norm as native
 
         output = native(input, norm, weight, bias, running, residual=residual, act=act)
@@ -151,7 +152,7 @@ def pooled_batch_norm(
     if residual is None and batch_norm_backend(input, norm, training=training) is backends.TRITON:
         reason = why_not_pooled(input, norm, act)
         if not reason:
-            from normmatters.kernels.pooled_ops import pooled_batch_norm as kernel
+            from normmatters.kernels.triton.batch_norm.pooled import pooled_batch_norm as kernel
 
             check_batch_norm(input, norm, weight, bias, running, training, act=act)
             _check_plain(running.mean, running.var, weight, bias)
@@ -178,7 +179,7 @@ def twin_batch_norm(first: NormedInput, second: NormedInput, *, linked: bool = F
 
     For two L1 norms with the same ``memory``, on tensors of one shape, layout and dtype that the kernels serve.
     """
-    from normmatters.kernels.twin_ops import twin_batch_norm as kernel
+    from normmatters.kernels.triton.batch_norm.twin import twin_batch_norm as kernel
 
     in_kernel = []
     for one in (first, second):
@@ -254,12 +255,16 @@ def layer_norm(
         tensor([-0.7979,  0.7979])
     """
     backend = layer_norm_backend(input, normalized_shape, norm)
-    if backend.name == "triton":
-        from normmatters.kernels.triton import layer_norm as triton_layer_norm
-
+    if backend.name in ("triton", "cpu"):
         check_layer_norm(input, normalized_shape, norm, weight, bias)
         _check_plain(weight, bias)
-        return triton_layer_norm.layer_norm(input, normalized_shape, norm, weight, bias, centered=centered)
+        kernels: Any
+        if backend.name == "triton":
+            from normmatters.kernels.triton import layer_norm as kernels
+        else:
+            from normmatters.kernels.cpu import layer_norm as kernels
+        output: Tensor = kernels.layer_norm(input, normalized_shape, norm, weight, bias, centered=centered)
+        return output
     arithmetic = emulation.active()
     if arithmetic is not None:
         return arithmetic.layer_norm(input, normalized_shape, norm, weight, bias, centered=centered)

@@ -1,10 +1,15 @@
-"""What the operators of this package share: the library they stand in, how one is registered, and where kernels run."""
+"""How an operation with a gradient is registered: as an eager autograd node, and as operators for the compiler.
+
+:class:`Operator` does all of it. In eager mode the kernels are called from a :class:`torch.autograd.Function`, since
+PyTorch's dispatcher takes longer to reach a Python operator and its autograd formula than a small layer's kernels run.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -97,8 +102,134 @@ def register_gradient(
         LIBRARY.impl(name, change, "ADInplaceOrView", with_keyset=True)
 
 
+class Options(Protocol):
+    """What an operation is called with beside its differentiable tensors."""
+
+    @property
+    def save(self) -> bool:
+        """Whether there will be a backward pass."""
+
+    @property
+    def linked(self) -> bool:
+        """Whether a link is returned with the output (see :mod:`normmatters.kernels.triton.batch_norm.operator`)."""
+
+    def flat(self) -> tuple[Any, ...]:
+        """As arguments of an operator: tensors, numbers and strings."""
+
+    @classmethod
+    def from_flat(cls, *flat: Any) -> Options:
+        """The inverse of :meth:`flat`."""
+
+
+class Operator:
+    """An operation with a gradient, ``torch.ops.normmatters.<name>_forward`` and ``_backward``, and its eager node.
+
+    Args:
+        name: of the operators.
+        forward_schema, backward_schema: the operators' arguments and results. The forward operator takes the tensors,
+            then the flat options. It returns the output, then a link if ``links``, then what else ``forward`` returns.
+        options: the class of the options.
+        forward: ``(*tensors, options) -> (output, ...)``, launches kernels. A result may be None.
+        fake_forward: the same from shapes and dtypes alone.
+        save: ``(ctx, tensors, options, results)``, saves for the backward pass what it needs of them.
+        backward: ``(g, ...)``, launches kernels; takes the backward operator's arguments. A result may be None.
+        fake_backward: the same from shapes and dtypes alone.
+        gradients: ``(ctx, backward, g, link)``, the gradient of each tensor, by calling ``backward``, which is the
+            function or the operator. ``link`` is the gradient that came through the link, or None.
+        links: whether the operation can return a link.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        forward_schema: str,
+        backward_schema: str,
+        options: type[Any],
+        forward: Callable[..., tuple[Any, ...]],
+        fake_forward: Callable[..., tuple[Any, ...]],
+        save: Callable[..., None],
+        backward: Callable[..., tuple[Any, ...]],
+        fake_backward: Callable[..., tuple[Any, ...]],
+        gradients: Callable[..., tuple[Any, ...]],
+        links: bool = False,
+    ) -> None:
+        LIBRARY.define(f"{name}_forward{forward_schema}")
+        LIBRARY.define(f"{name}_backward{backward_schema}")
+        self.forward_operator = getattr(torch.ops.normmatters, f"{name}_forward")
+        self.backward_operator = getattr(torch.ops.normmatters, f"{name}_backward")
+        tensors = len(inspect.signature(forward).parameters) - 1
+
+        def unpacked(function: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+            def call(*arguments: Any) -> tuple[Tensor, ...]:
+                chosen = options.from_flat(*arguments[tensors:])
+                output, *others = function(*arguments[:tensors], chosen)
+                link = [_link(output) if chosen.linked else None] if links else []
+                return _without_none((output, *link, *others))
+
+            return call
+
+        register(f"{name}_forward", unpacked(forward), unpacked(fake_forward))
+        register(
+            f"{name}_backward",
+            lambda *arguments: _without_none(backward(*arguments)),
+            lambda *arguments: _without_none(fake_backward(*arguments)),
+        )
+
+        def save_operator(ctx: Any, inputs: tuple[Any, ...], results: tuple[Tensor, ...]) -> None:
+            others = results[2:] if links else results[1:]
+            ctx.mark_non_differentiable(*[t for t in others if t.is_floating_point()])  # of integers autograd knows
+            save(ctx, inputs[:tensors], options.from_flat(*inputs[tensors:]), (results[0], *others))
+
+        def operator_gradients(ctx: Any, g: Tensor, *others: Any) -> tuple[Tensor | None, ...]:
+            link = others[0] if links else None
+            computed = gradients(ctx, self.backward_operator, g, link)
+            return *computed, *[None] * (len(ctx.needs_input_grad) - 1 - tensors)
+
+        register_gradient(f"{name}_forward", save_operator, operator_gradients)
+
+        def node_forward(ctx: Any, *arguments: Any) -> Any:  # few arguments: PyTorch looks at each, tensor or not
+            *given, chosen = arguments
+            results = forward(*arguments)
+            if chosen.save:
+                save(ctx, given, chosen, results)
+            output = results[0]
+            return (output, _eager_link(output)) if chosen.linked else output
+
+        @once_differentiable
+        def node_backward(ctx: Any, g: Tensor, link: Tensor | None = None) -> Any:
+            return *gradients(ctx, backward, g, link), None
+
+        methods = {"forward": staticmethod(node_forward), "backward": staticmethod(node_backward)}
+        node: Any = type(name.title().replace("_", ""), (torch.autograd.Function,), methods)  # named for profilers
+        self._apply = node.apply
+
+    def __call__(self, *arguments: Any) -> Any:
+        """The output for ``(*tensors, options)``, or the output and its link if the options say so."""
+        *tensors, options = arguments
+        if not needs_operators():
+            with on_device(tensors[0].device):
+                return self._apply(*arguments)
+        output, *others = self.forward_operator(*tensors, *options.flat())
+        return (output, others[0]) if options.linked else output
+
+
+def _without_none(results: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    """An operator has a tensor for every result: an empty one where there is none."""
+    return tuple([results[0].new_empty(0) if t is None else t for t in results])
+
+
+def _link(output: Tensor) -> Tensor:
+    return output.new_zeros(1).expand(output.shape)
+
+
+def _eager_link(output: Tensor) -> Tensor:
+    """A link without the kernel that would set its number, which nobody reads."""
+    return output.new_empty_strided(output.shape, (0,) * output.dim())
+
+
 def needs_operators() -> bool:
-    """Whether a compiler or a dispatch mode watches, which must see operators; eager mode goes a shorter way."""
+    """Whether a compiler or a dispatch mode watches, which must see operators; eager mode takes a shorter way."""
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 

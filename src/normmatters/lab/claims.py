@@ -44,6 +44,7 @@ class Claim:
 
     ``check`` is the experiment's number in the list of the paper's, or "ours". ``written`` is when the claim got its
     cells and margin. ``also`` says what else differs between its cells, ``note`` what a reader must know.
+    ``headline``: README shows this claim, one for each thing the paper says.
     """
 
     check: str
@@ -58,6 +59,7 @@ class Claim:
     written: str = ""
     also: str = ""
     note: str = ""
+    headline: bool = False
 
     @property
     def experiment(self) -> str:

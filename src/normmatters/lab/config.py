@@ -62,9 +62,10 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Which network, with which norm. ``norm``, ``p``, ``constant``, ``k``, ``memory`` say what every batch norm is,
-    ``layer_norm`` what every layer norm is (if it is L1, with ``constant``); ``weight_norm`` re-parametrizes the
-    weights (then batch norm is mean-only); ``rho`` says at how many times the initial norm a bounded one holds them.
+    """Which network, with which norm. ``norm``, ``p``, ``constant``, ``k``, ``memory`` define every batch norm,
+    ``layer_norm`` every layer norm (if it is L1, with ``constant``); ``weight_norm`` re-parametrizes the
+    weights (then batch norm is mean-only); a bounded one holds
+    them at ``rho`` times their initial norm.
     ``norm_input_scale``, a power of two, multiplies what enters every batch norm: other units, the same network, unless
     ``precision.arithmetic`` has too little range for them. ``attention``: an LSTM's scores, or these over
     √d_model. ``width`` multiplies the number of channels; None below means the model's own default.
@@ -94,11 +95,11 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """The regime. ``milestones`` are epochs (fractions allowed). ``mode``: how decay acts on weights behind a norm:
+    """The regime. ``milestones`` are epochs (fractions too). ``mode``: how decay acts on weights followed by a norm:
 
     ``wd_on``/``wd_off`` plain; ``corrected`` no decay, step sizes corrected to the norms of ``reference`` (F3);
     ``norm_schedule`` constant lr, the norms follow the reference's or the schedule (F4); ``wd_free`` the exact
-    recursion with no decay; ``angular`` fixed norms, the angle a step set by ``angle`` or by lr and weight decay.
+    recursion with no decay; ``angular`` fixed norms, the angle per step set by ``angle`` or by lr and weight decay.
     Four kinds of parameters decay apart. ``weight_decay`` is of all other weights, the v of a weight norm among them.
     ``last_layer_weight_decay`` (None: as the others) always acts as plain decay on the classifier.
     ``gain_weight_decay`` (None: as the others) is of the g of a weight norm.

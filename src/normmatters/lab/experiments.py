@@ -80,7 +80,7 @@ class Cell:
 
     @property
     def source(self) -> str:
-        """The id of the cell whose run gives this cell's number: its own unless ``same_as`` says otherwise."""
+        """The id of the cell whose run gives this cell's number: its own unless ``same_as`` names another."""
         return self.same_as or self.id
 
     def config(self, preset: str = "full", seed: int | None = None, overrides: Iterable[str] = ()) -> RunConfig:
@@ -128,8 +128,8 @@ def folder() -> Path:
 def experiment_names() -> list[str]:
     """Every experiment, in the paper's order: the figures, the supplement, the tables, what is said in words, ours."""
     order = ("fig1", "fig2", "fig3", "fig4", "supp1", "supp2", "table1", "table2", "lp_weight_norm", "speed")
-    found = {path.name for path in folder().iterdir() if any(path.glob("[!_]*.toml"))}
-    return [name for name in order if name in found] + sorted(found - set(order))
+    names = {path.name for path in folder().iterdir() if any(path.glob("[!_]*.toml"))}
+    return [name for name in order if name in names] + sorted(names - set(order))
 
 
 def load_file(path: str | Path) -> Cell:
@@ -151,8 +151,8 @@ def load_file(path: str | Path) -> Cell:
     if not isinstance(presets, Mapping) or not all(isinstance(change, Mapping) for change in presets.values()):
         raise ValueError(f"{path}: expected tables such as [preset.quick], got preset = {presets!r}")
     if same_as and (lost := [*(table.keys() - {"experiment", "cell", "label"}), *presets]):
-        told = f"the same as {same_as}, whose settings count: {', '.join(sorted(lost))} would be ignored"
-        raise ValueError(f"{path}: {told}")
+        problem = f"the same as {same_as}, whose settings count: {', '.join(sorted(lost))} would be ignored"
+        raise ValueError(f"{path}: {problem}")
     for what, names in (("[preset.{}]", presets), ("only = [{!r}]", only)):
         for name in names:
             if name not in PRESETS:

@@ -44,7 +44,7 @@ class NormFactory:
     """What every norm of a model is; made by :func:`norm_factory`.
 
     ``name``: "native" (torch.nn's), "l1", "l2", "lp" (with ``p``), "linf", "topk" (with ``k``), "range", "mean_only",
-    "none" (a bias a channel). ``layer_norm``: "l2" (torch.nn's), "l1" or "none".
+    "none" (a bias per channel). ``layer_norm``: "l2" (torch.nn's), "l1" or "none".
 
     ``input_scale``: what a batch norm's input is multiplied with, a power of two. The norm's eps and the running
     variance that it starts from are in the same units, so in exact arithmetic, and in float32 to the bit, nothing else

@@ -1,4 +1,4 @@
-"""What is minimized and what is measured, for images and for text, behind one interface.
+"""What is minimized and what is measured, for images and for text, with one interface.
 
 ``batch`` is what the data loaders yield. ``measure`` returns the loss to differentiate and a float64 vector
 (loss sum, right answers, answers) that is added up on the device: no value crosses to the host during an epoch.
@@ -48,13 +48,13 @@ class Classification:
         return {f"{split}_loss": finite(loss / count), f"{split}_acc": 100 * right / count}
 
     def example(self, device: torch.device) -> Tensor:
-        size = min(self.data.size, 32)  # the architecture is asked, not the data: small images do
+        size = min(self.data.size, 32)  # only the architecture matters here: small images do
         generator = torch.Generator().manual_seed(0)
         return torch.randn(16, self.data.channels, size, size, generator=generator).to(device)
 
 
 class Translation:
-    """Cross entropy a target token; ``loss`` is the mean over the tokens of all processes' parts of the batch."""
+    """Cross entropy per target token; ``loss`` is the mean over the tokens of all processes' parts of the batch."""
 
     def __init__(self, data: TextData, label_smoothing: float, shard: Shard) -> None:
         self.smoothing, self.data, self.shard = label_smoothing, data, shard

@@ -8,7 +8,6 @@ these files alone, an overview in ``results/README.md``, and the numbers between
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -22,7 +21,7 @@ from normmatters.lab.files import write_atomic
 from normmatters.lab.report import Report, collect, draw
 from normmatters.lab.report.collect import PUBLISHED, Result, Run, describe, published_file, read_published
 from normmatters.lab.report.html import experiments_of
-from normmatters.lab.report.judge import MARKS, Kind
+from normmatters.lab.report.judge import MARKS, Verdict
 from normmatters.lab.report.markdown import row
 from normmatters.lab.schema import suggest
 
@@ -104,9 +103,9 @@ def redraw(results: str | Path, pages: Iterable[str | Path] = ()) -> list[Report
     """A report of every preset below ``results``, ``results/README.md``, and the marked parts of ``pages``.
 
     A marked part is what stands between ``<!-- numbers: E1 E7 -->`` and ``<!-- end of numbers -->``: the claims of the
-    named checks. With ``figures`` among them each claim is there once, from its longest runs (shorter stay if their
-    verdict is another), with the first figure of each experiment. ``dates`` alone lists the claims that were written
-    after the first run of one of their cells. Everything is read and checked before anything is written.
+    named checks. ``headlines`` alone lists one claim for each thing the paper says, from its longest runs; shorter
+    ones stay if their verdict is another. ``dates`` alone lists the claims that were written after the first run of
+    one of their cells. Everything is read and checked before anything is written.
     """
     results = Path(results)
     if not results.is_dir():
@@ -132,7 +131,7 @@ def _parts(page: Path) -> list[str]:
     except UnicodeDecodeError as error:
         raise ValueError(f"{page}: expected a page of text: {error}") from None
     parts = _MARKED.split(text)
-    known = {"figures", "dates", *(claim.check for claim in CLAIMS)}
+    known = {"headlines", "dates", *(claim.check for claim in CLAIMS)}
     for checks in parts[1::2]:
         for check in checks.split():
             if check not in known:
@@ -185,23 +184,14 @@ def _claims(words: str, reports: Sequence[tuple[str, Report]], page: Path) -> st
     checks = words.split()
     if checks == ["dates"]:
         return "\n".join([f"<!-- numbers: {words} -->", *_dates(reports), END])
-    lines, figures = list[list[str]](), list[str]()
-    seen: dict[Claim, Kind] = {}
+    if checks == ["headlines"]:
+        return "\n".join([f"<!-- numbers: {words} -->", *_headlines(reports), END])
+    lines, seen = list[list[str]](), set[Claim]()
     for preset, report in reversed(reports):  # the longest runs first
-        verdicts = [v for v in report.verdicts if v.claim.check in checks]
-        verdicts = [v for v in verdicts if not v.measured.startswith("no finished run")]
-        if "figures" in checks:
-            verdicts = [v for v in verdicts if seen.get(v.claim) != v.verdict]
-        for v in verdicts:
-            seen.setdefault(v.claim, v.verdict)
-            seeds = dict.fromkeys(len(report.collection.results[cell].done) for cell in (v.claim.a, v.claim.b))
-            how_many = " and ".join(map(str, seeds))  # of the one and of the other, where they differ
-            lines.append([v.mark, _claim(v.claim, v.caveats), v.measured, how_many, f"`{preset}`"])
-        for e in experiments_of(report.collection):
-            for path in report.figures:
-                if path.name == f"{e.name}-0.svg" and any(v.claim.experiment == e.name for v in verdicts):
-                    link = Path(os.path.relpath(path, page)).as_posix()
-                    figures += ["", f"![{e.title}: {e.topic}]({link})", f"*{e.title}: {e.topic} (`{preset}`)*"]
+        for v in _judged(report):
+            if v.claim.check in checks:
+                seen.add(v.claim)
+                lines.append([v.mark, _claim(v.claim, v.caveats), v.measured, _seeds(report, v.claim), f"`{preset}`"])
     run = {id for _, report in reports for id, result in report.collection.results.items() if result.done}
     for claim in CLAIMS:
         if claim.check in checks and claim not in seen:
@@ -211,7 +201,56 @@ def _claims(words: str, reports: Sequence[tuple[str, Report]], page: Path) -> st
     table = ["No runs of it are published."]
     if seen:
         table = ["| | Claim | Measured | Seeds | Preset |", "|---|---|---|---:|---|", *(row(*cells) for cells in lines)]
-    return "\n".join([f"<!-- numbers: {words} -->", *table, *(figures if "figures" in checks else []), END])
+    return "\n".join([f"<!-- numbers: {words} -->", *table, END])
+
+
+def _judged(report: Report) -> list[Verdict]:
+    return [v for v in report.verdicts if not v.measured.startswith("no finished run")]
+
+
+def _seeds(report: Report, claim: Claim) -> str:
+    """How many seeds both cells have; "3 and 2" where they differ."""
+    counts = dict.fromkeys(len(report.collection.results[cell].done) for cell in (claim.a, claim.b))
+    return " and ".join(map(str, counts))
+
+
+def _headlines(reports: Sequence[tuple[str, Report]]) -> list[str]:
+    """One row for each thing the paper says, with a link to the section of docs/results.md that explains it."""
+    verdicts: dict[Claim, list[tuple[str, Report, Verdict]]] = {claim: [] for claim in CLAIMS if claim.headline}
+    for preset, report in reversed(reports):  # the longest runs first
+        for v in _judged(report):
+            others = verdicts.get(v.claim)
+            if others is not None and v.verdict not in [other.verdict for _, _, other in others]:
+                others.append((preset, report, v))
+    rows = list[str]()
+    for claim, found in verdicts.items():
+        text = f"[{claim.text}](docs/results.md#{SECTIONS[claim.check]})"
+        if not found:
+            rows.append(row(MARKS["open"], text, "not run", "", ""))
+        for preset, report, v in found:
+            dagger = " †" if v.caveats else ""
+            rows.append(row(v.mark, text + dagger, v.measured, _seeds(report, claim), f"`{preset}`"))
+    lines = ["| | The paper says | Measured | Seeds | Preset |", "|---|---|---|---:|---|", *rows]
+    if any("†" in line for line in rows):
+        lines += ["", "† The link says what else differs between these runs, or what to know about the rule."]
+    return lines
+
+
+#: The sections of docs/results.md, by the check that each explains.
+SECTIONS = {
+    "E1": "e1-weight-decay-is-a-step-size",
+    "E2": "e2-l1-l-and-top10-batch-norm",
+    "E3": "e3-batch-norm-in-half-precision",
+    "E4": "e4-weight-norm-on-resnet-50",
+    "E5": "e5-the-constant-matters",
+    "E6": "e6-e8-bounded-weight-norm-for-translation",
+    "E7": "e7-e11-weight-norm-on-resnet-56",
+    "E8": "e6-e8-bounded-weight-norm-for-translation",
+    "E9": "e9-e10-l1-instead-of-l2",
+    "E10": "e9-e10-l1-instead-of-l2",
+    "E11": "e7-e11-weight-norm-on-resnet-56",
+    "E12": "e12-time-and-memory",
+}
 
 
 def _claim(claim: Claim, caveats: str) -> str:

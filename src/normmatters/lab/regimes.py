@@ -1,7 +1,7 @@
 """The paper's training regimes: learning-rate schedules, and the ways in which weight decay may act (E1).
 
 Weight decay acts on weights of two or more dimensions; biases and the affine parameters of norms have none unless
-``optim.decay_norms`` is set. The classifier is behind no norm, so its decay (``last_layer_weight_decay``) is always
+``optim.decay_norms`` is set. No norm follows the classifier, so its decay (``last_layer_weight_decay``) is always
 plain. All that the modes change is how decay acts on the scale-invariant weights, which are found by testing.
 """
 
@@ -152,8 +152,8 @@ class Regime:
         saved = []
         for group, other in zip(self.optimizer.param_groups, state["optimizer"]["param_groups"], strict=True):
             own, lr = group["lr"], float(other["lr"])
-            kept = {key: group[key] for key in _HOW if key in group}
-            saved.append({**other, **kept, "lr": torch.full_like(own, lr) if isinstance(own, Tensor) else lr})
+            how = {key: group[key] for key in _HOW if key in group}
+            saved.append({**other, **how, "lr": torch.full_like(own, lr) if isinstance(own, Tensor) else lr})
         self.optimizer.load_state_dict({**state["optimizer"], "param_groups": saved})
         if self.norm_schedule is not None:
             self.norm_schedule.load_state_dict(state["norm_schedule"])
@@ -168,12 +168,12 @@ def find_invariant(config: RunConfig, model: nn.Module, example: Any) -> ScaleIn
     text = config.data.name in TEXT
     if not needed and (text or config.runtime.record == "none"):
         return None  # testing a large translator takes long, and nothing depends on it
-    found = scale_invariant_parameters(model, example)
-    if needed and not len(found):
+    invariant = scale_invariant_parameters(model, example)
+    if needed and not len(invariant):
         raise ValueError(
             f"optim.mode={config.optim.mode} acts on scale-invariant weights, and {config.model.name} has none"
         )
-    return found if len(found) else None
+    return invariant if len(invariant) else None
 
 
 def build_regime(
@@ -190,13 +190,13 @@ def build_regime(
         half = config.precision.amp == "fp16"  # it leaves out steps that overflow; those of this run are others
         missing = needed - int(recording.steps[-1])
         longest = max((b - a for a, b in zip((0, *recording.epoch_ends), recording.epoch_ends)), default=0)
-        told = ""
+        problem = ""
         if longest > steps_per_epoch or (longest < steps_per_epoch and not half):
-            told = f"its epochs have {longest} steps, this run's {steps_per_epoch}"
+            problem = f"its epochs have {longest} steps, this run's {steps_per_epoch}"
         elif missing > 0 and (missing >= steps_per_epoch or not half):
-            told = f"its norms were recorded for {needed - missing} steps, this run takes {needed}"
-        if told:
-            raise ValueError(f"optim.reference={optim.reference!r}: {told}")
+            problem = f"its norms were recorded for {needed - missing} steps, this run takes {needed}"
+        if problem:
+            raise ValueError(f"optim.reference={optim.reference!r}: {problem}")
         recording = _lengthened(recording, missing) if missing > 0 else recording
     device = next(model.parameters()).device
     capture = device.type == "cuda" and config.runtime.compile == "cudagraph"
@@ -291,7 +291,7 @@ def _groups(config: RunConfig, model: nn.Module, invariant: ScaleInvariantParame
 def _optimizer(optim: OptimConfig, groups: list[dict[str, Any]], device: torch.device, capture: bool) -> Optimizer:
     cuda = device.type == "cuda"
     if capture:
-        for group in groups:  # a tensor each: a norm schedule moves the learning rate of some groups only
+        for group in groups:  # one tensor per group: a norm schedule moves the learning rate of some groups only
             group["lr"] = torch.tensor(optim.lr, device=device)
     sgd: dict[str, Any] = {"lr": optim.lr, "momentum": optim.momentum, "nesterov": optim.nesterov}
     if optim.mode == "wd_free":

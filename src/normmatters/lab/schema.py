@@ -70,8 +70,8 @@ def _match(value: Any, hint: Any) -> Any:
     kind = get_origin(hint)
     if kind in (Union, types.UnionType):
         for option in get_args(hint):
-            if (found := _match(value, option)) is not _NO:
-                return found
+            if (match := _match(value, option)) is not _NO:
+                return match
         return _NO
     if kind is Literal:
         return value if value in get_args(hint) else _NO

@@ -19,10 +19,10 @@ class ThenAct:
     drop: nn.Module
     activation: nn.Module
 
-    def forward(self, input: Tensor, *residual: Tensor, **options: bool) -> Tensor:
+    def forward(self, input: Tensor, *residual: Tensor) -> Tensor:
         if isinstance(input, Proxy):
             return module_call(self, input, *residual)
-        output: Tensor = self.activation(self.drop(super().forward(input, *residual, **options)))  # type: ignore[misc]
+        output: Tensor = self.activation(self.drop(super().forward(input, *residual)))  # type: ignore[misc]
         return output
 
     def forward_linked(

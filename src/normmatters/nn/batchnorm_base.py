@@ -31,10 +31,6 @@ class LpBatchNorm(_NormBase):
     _default_p: float | str = 1
     _default_k: int | None = None
 
-    #: None, or ``"max"``: a max pool over 3×3 windows with stride 2 and padding 1 follows ``act``, in one pass where a
-    #: kernel can. Set by :func:`normmatters.convert`, which leaves a placeholder where the pool was.
-    pool: str | None = None
-
     def __init__(
         self,
         num_features: int,
@@ -75,14 +71,11 @@ class LpBatchNorm(_NormBase):
         make = Norm if torch.compiler.is_compiling() else cached_norm
         return make(self.p, self.k, self.constant, self.eps, self.memory)
 
-    def forward(self, input: Tensor, residual: Tensor | None = None, *, apply_act: bool = True) -> Tensor:
-        """Normalize ``input``, (N, C, ...), add ``residual`` of the same shape if given, apply ``act`` if set.
-
-        Without ``apply_act`` the caller applies ``act``: after an addition that only the caller can do.
-        """
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Normalize ``input``, (N, C, ...), add ``residual`` of the same shape if given, apply ``act`` if set."""
         if isinstance(input, Proxy):
             return module_call(self, input, *(() if residual is None else (residual,)))
-        return self._batch_norm(input, residual, self.act if apply_act else None)[0]
+        return self._batch_norm(input, residual, self.act)[0]
 
     def forward_linked(
         self,
@@ -162,7 +155,7 @@ class LpBatchNorm(_NormBase):
         """The normalization and its link; :class:`~normmatters.nn.sync.SyncLpBatchNorm` has its own."""
         running, training = self.running_stats(input)
         arguments = (input, self.norm, self.weight, self.bias, running, training)
-        if pooled or self.pool is not None:  # a link belongs to what is not pooled
+        if pooled:  # a link belongs to what is not pooled
             return dispatch.pooled_batch_norm(*arguments, residual=residual, act=act), None
         return dispatch.linked_batch_norm(*arguments, residual=residual, act=act, link=link, linked=linked)
 
@@ -189,7 +182,6 @@ class LpBatchNorm(_NormBase):
             "constant": (self.constant, "exact"),
             "act": (self.act, None),
             "memory": (self.memory, "exact"),
-            "pool": (self.pool, None),
         }
         changed = [f"{name}={value!r}" for name, (value, default) in ours.items() if value != default]
         return ", ".join([super().extra_repr(), *changed])

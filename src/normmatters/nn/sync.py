@@ -115,7 +115,7 @@ class SyncLpBatchNorm(LpBatchNorm):
         weighted.update(norm, mean, None if norm.kind == "mean" else s.square(), count.clamp(min=2))
         if running.num_batches is not None:
             running.num_batches.add_(1)
-        return (max_pool(output) if pooled or self.pool is not None else output), None
+        return (max_pool(output) if pooled else output), None
 
 
 class SyncLpBatchNormAct(ThenAct, SyncLpBatchNorm):  # type: ignore[misc]

@@ -21,7 +21,6 @@ def twin_fits(norm: Any, input: Tensor, other: Any, other_input: Tensor) -> bool
             and one._compiled_call_impl is None
             and one.training
             and one.p == 1
-            and one.pool is None
             for one in (norm, other)
         )
         and norm is not other

@@ -179,7 +179,7 @@ def _layouts(shapes: Sequence[torch.Size]) -> list[list[int | None]]:
 T = TypeVar("T")
 
 
-def _bisect(change: Callable[[list[T]], float], items: list[T], tol: float) -> list[tuple[T, float]]:
+def bisect(change: Callable[[list[T]], float], items: list[T], tol: float) -> list[tuple[T, float]]:
     """The items that can be rescaled without changing the output, each with the change it was accepted at."""
     moved = change(items)
     if moved <= tol:
@@ -187,7 +187,7 @@ def _bisect(change: Callable[[list[T]], float], items: list[T], tol: float) -> l
     if len(items) == 1:
         return []
     half = len(items) // 2
-    return _bisect(change, items[:half], tol) + _bisect(change, items[half:], tol)
+    return bisect(change, items[:half], tol) + bisect(change, items[half:], tol)
 
 
 def _examine(
@@ -206,7 +206,7 @@ def _examine(
 
     waiting = {n: [t for t in ts if t.live.any() and torch.equal(t.passed(tol), t.live)] for n, ts in trials.items()}
     while proposals := [(names, candidates.pop(0)) for names, candidates in waiting.items() if candidates]:
-        for (names, trial), moved in _bisect(rescaled, proposals, tol):
+        for (names, trial), moved in bisect(rescaled, proposals, tol):
             result[names] = trial.accept(trial.live, moved, whole=True)
             waiting[names] = []
     for names in bundles:
@@ -232,7 +232,7 @@ def _partial(probe: Probe, tensors: Sequence[Tensor], trials: list[_Trial], tol:
         def change(index: list[int], trial: _Trial = trial) -> float:
             return probe.change([Rescaling(tensors, trial.dims, mask_of(index))])
 
-        passed = _bisect(change, candidates.nonzero().view(-1).tolist(), tol)
+        passed = bisect(change, candidates.nonzero().view(-1).tolist(), tol)
         if passed:
             mask = mask_of([c for c, _ in passed]).to(trial.cosine.device)
             return trial.accept(mask, max(moved for _, moved in passed), whole=False)

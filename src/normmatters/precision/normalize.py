@@ -17,7 +17,7 @@ from torch._compile import _disable_dynamo  # unlike torch.compiler.disable, it 
 from normmatters.functional.batch_norm import batch_norm as plain_batch_norm
 from normmatters.functional.checks import check_batch_norm, check_layer_norm
 from normmatters.kernels.double_backward import once_differentiable
-from normmatters.kernels.triton.layout import memory_format
+from normmatters.kernels.memory_format import memory_format
 from normmatters.norm import Norm, RunningStats
 from normmatters.precision.rounding import (
     add,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +19,7 @@ from normmatters.nn.layernorm2d import ChannelsFirst
 from normmatters.nn.leaf import module_call
 from normmatters.nn.replace import changed
 from normmatters.nn.sync import SyncLpBatchNorm
-from normmatters.surgery.fuse import plan_fusion
-from normmatters.surgery.fused import FusedBlock, FusedMaxPool2d, FusedReLU, LinkedSequential, stand_in
+from normmatters.surgery.blocks import unfuse
 from normmatters.surgery.report import Change, ConversionReport, report_to_fill
 from normmatters.surgery.swap import carry_over, check_model, replace_modules
 from normmatters.weight_norm import BoundedWeight, ClassicWeight, remove_weight_norm
@@ -87,9 +85,9 @@ def to_torch(
 ) -> nn.Module:
     """Replace the norms of this library by ``torch.nn``'s, for deployment: the outputs in evaluation are the same.
 
-    Undoes :func:`convert`: blocks get their class and forward back, ReLUs and pools their place, and state_dict keys
-    stay. A norm that was written with ``act="relu"`` by hand becomes a ``BatchNormReLU2d``, a subclass of
-    ``nn.BatchNorm2d`` that takes the residual too. Training goes on in L2.
+    Undoes :func:`convert`: blocks get their class and forward back, and state_dict keys stay. A norm that was written
+    with ``act="relu"`` by hand becomes a ``BatchNormReLU2d``, a subclass of ``nn.BatchNorm2d`` that takes the residual
+    too. From then on the model trains in L2.
 
     Kept, with a warning, is what PyTorch has nothing equal for: layer and RMS norms with p ≠ 2, batch norms without
     running statistics, which normalize by the batch in evaluation too, and norms with a parametrization or a forward
@@ -117,39 +115,13 @@ def to_torch(
     if remove_weight_norms and any(isinstance(module, (BoundedWeight, ClassicWeight)) for module in model.modules()):
         remove_weight_norm(model)
 
-    unfused: set[nn.Module] = set()
-    taken: dict[nn.Module, nn.Module] = {}
-    for module in list(model.modules()):
-        if isinstance(module, FusedBlock):
-            if module.fusion_program.fits(module):
-                unfused |= {inner for path, inner in module.named_modules() if path in module.fusion_program.norms}
-            object.__setattr__(module, "__class__", _unfused_class(type(module)))
-        if isinstance(module, LinkedSequential):
-            object.__setattr__(module, "__class__", nn.Sequential)
-        elif isinstance(module, FusedReLU):
-            taken[module] = stand_in(nn.ReLU, module)
-        elif isinstance(module, FusedMaxPool2d):
-            taken[module] = stand_in(nn.MaxPool2d, module)
-    model = replace_modules(model, taken)
-    pools = any(isinstance(module, nn.MaxPool2d) for module in taken.values())
-
-    norms = [module for module in model.modules() if isinstance(module, LpBatchNorm)]
-    # Where a ReLU follows (one was just put back), a norm's own changes nothing: relu(relu(x)) = relu(x).
-    followed = plan_fusion(model, norms).fused
-    unfused |= {norm for norm, kind in followed.items() if kind == "relu"}
     new: dict[nn.Module, nn.Module] = {}
     for name, module in model.named_modules():
-        plain = _plain(module, module in unfused)
-        if isinstance(module, LpBatchNorm) and module.pool is not None and not (pools or module in unfused):
-            plain = "it has taken over a max pool, whose place is not in this model"
-        if plain is None:
-            continue
+        unfuse(module)
+        plain = _plain(module)
         if isinstance(plain, str):
             report.changes.append(Change(name, type(module).__name__, None, note=plain))
-            if isinstance(module, LpBatchNorm):  # what it had taken over is back in its place
-                module.act = None if module in unfused else module.act
-                module.pool = None if pools or module in unfused else module.pool
-        else:
+        elif plain is not None:
             new[module] = plain
             report.changes.append(Change(name, type(module).__name__, type(plain).__name__))
     model = replace_modules(model, new)
@@ -160,16 +132,7 @@ def to_torch(
     return model
 
 
-def _unfused_class(fused: Any) -> Any:
-    """The class before the fusion; what others put on top of the fused one since (parametrize, FSDP) stays on top."""
-    if "unfused_class" in vars(fused):
-        return fused.unfused_class
-    bases = tuple(_unfused_class(base) if issubclass(base, FusedBlock) else base for base in fused.__bases__)
-    body = {name: value for name, value in vars(fused).items() if name not in ("__dict__", "__weakref__")}
-    return type(fused.__name__, bases, body)
-
-
-def _plain(module: nn.Module, unfused: bool) -> nn.Module | str | None:
+def _plain(module: nn.Module) -> nn.Module | str | None:
     """The module of ``torch.nn`` for this one; or why there is none; or None for a module that is not ours."""
     made: nn.Module
     if not isinstance(module, (LpLayerNorm, L1RMSNorm, LpBatchNorm)):
@@ -194,7 +157,7 @@ def _plain(module: nn.Module, unfused: bool) -> nn.Module | str | None:
             made.drop, made.activation = module.drop, module.activation
         else:
             plain, with_relu = next(classes for ours, classes in _PLAIN.items() if isinstance(module, ours))
-            made = (plain if module.act is None or unfused else with_relu)(module.num_features, device="meta")  # type: ignore[call-arg]
+            made = (plain if module.act is None else with_relu)(module.num_features, device="meta")  # type: ignore[call-arg]
     carry_over(module, made)
     if isinstance(made, nn.modules.batchnorm._NormBase):
         made.eps = max(made.eps, TINY)

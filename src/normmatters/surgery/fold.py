@@ -1,11 +1,16 @@
-"""``fold``: batch norms merged into the convolution or linear layer in front of them, for evaluation and export."""
+"""``fold``: merge each batch norm into the convolution or linear layer before it, for deployment.
+
+It changes the layer itself, so it serves ``forward`` alone: who calls the layer, the norm or a part of the model in
+another way gets other results. A norm is folded only where the ``forward`` of the model's blocks, read as for
+:func:`normmatters.convert`, shows that the norm is the only one to get the layer's output.
+"""
 
 from __future__ import annotations
 
 import copy
 import logging
-import operator
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -14,26 +19,18 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.utils import parametrize
 from torch.nn.utils.fusion import fuse_conv_bn_weights
+from torch.utils._pytree import tree_leaves
 
 from normmatters.nn.batchnorm_act import ThenAct
 from normmatters.nn.batchnorm_base import LpBatchNorm
 from normmatters.nn.leaf import module_call
 from normmatters.surgery.back import PLAIN_BATCH_NORMS, BatchNormAct2d, SyncBatchNormAct, ThenReLU, to_torch
-from normmatters.surgery.mentioned import called_elsewhere, mentioned
-from normmatters.surgery.parts import (
-    WATCHED,
-    blocks_of,
-    called_without,
-    in_watched_sequentials,
-    is_plain,
-    is_sequential,
-    not_its_own,
-    slots_of,
-)
+from normmatters.surgery.blocks import fused_class
+from normmatters.surgery.deferred import is_plain
+from normmatters.surgery.plan import NOTHING, Reader, Values, forward_of, is_sequence
 from normmatters.surgery.report import Change, ConversionReport, report_to_fill
+from normmatters.surgery.rewrite import Unfit
 from normmatters.surgery.swap import check_model, replace_modules
-from normmatters.surgery.trace import trace_block
-from normmatters.surgery.value import Untraceable
 from normmatters.weight_norm.fused import WEIGHT_LAYERS
 
 _log = logging.getLogger(__name__)
@@ -62,16 +59,27 @@ class Rows(nn.Identity):
         return input
 
 
-def fold(model: nn.Module, *, inplace: bool = True, report: ConversionReport | None = None) -> nn.Module:
-    """Merge each batch norm into the convolution or linear layer in front of it: the same outputs, one layer less.
+def fold(
+    model: nn.Module,
+    *,
+    example_input: Any = None,
+    inplace: bool = True,
+    report: ConversionReport | None = None,
+) -> nn.Module:
+    """Merge each batch norm into the convolution or linear layer before it: the same outputs, one layer less.
 
     For deployment: first :func:`to_torch`, then every ``conv → norm`` and ``linear → norm`` becomes the layer alone,
     with the norm's scale in its weight and the rest in its bias. Where the norm was there is an ``nn.Identity``, or the
     activation that it came with. Works for the norms of this library and for ``torch.nn``'s; what cannot be folded
     stays, and the report says why.
 
+    The result serves ``model(...)``, that is ``forward``, alone: other methods of the model, and code that calls its
+    parts, meet the folded layers and not the norms.
+
     Args:
         model: any module in evaluation mode. Linear layers are taken to give (N, C).
+        example_input: what the model is called with, a tensor or a tuple of arguments. If given, the outputs for it are
+            compared before ``model`` is changed.
         inplace: change ``model`` itself; False works on a deep copy. Folded layers get new parameters either way.
         report: an empty :class:`ConversionReport` to fill, with a line for each batch norm. It is also logged.
 
@@ -79,7 +87,8 @@ def fold(model: nn.Module, *, inplace: bool = True, report: ConversionReport | N
         The model: ``model`` itself unless it is a norm or ``inplace`` is False.
 
     Raises:
-        ValueError: a batch norm is in training mode, where it cannot be a fixed scale; nothing is then changed.
+        ValueError: a batch norm is in training mode, where it cannot be a fixed scale, or the outputs for
+            ``example_input`` differ; nothing is then changed.
 
     Example::
 
@@ -93,6 +102,8 @@ def fold(model: nn.Module, *, inplace: bool = True, report: ConversionReport | N
     for name, module in model.named_modules():
         if isinstance(module, (_BatchNorm, LpBatchNorm)) and module.training:
             raise ValueError(f"fold needs a model in evaluation mode, but {name or 'the model'} is training: eval()")
+    if example_input is not None:
+        _check_outputs(model, fold(model, inplace=False), example_input)
     if not inplace:
         model = copy.deepcopy(model)
     before = {name: type(module).__name__ for name, module in model.named_modules()}
@@ -109,64 +120,142 @@ def fold(model: nn.Module, *, inplace: bool = True, report: ConversionReport | N
             after, note = type(new[norm]).__name__, f"folded into {names[pairs[norm][0]]}"
             report.changes.append(Change(name, before[name], after, note=note))
         elif isinstance(norm, (_BatchNorm, LpBatchNorm)):
-            report.changes.append(Change(name, before[name], None, note=reasons.get(norm, "no layer in front of it")))
+            report.changes.append(Change(name, before[name], None, note=reasons[norm]))
     _log.info("%s", report)
     return replace_modules(model, new)
 
 
+def _check_outputs(model: nn.Module, folded: nn.Module, example_input: Any) -> None:
+    arguments = example_input if isinstance(example_input, tuple) else (example_input,)
+    with torch.no_grad():
+        expected, found = (
+            [t for t in tree_leaves(net(*copy.deepcopy(arguments))) if isinstance(t, Tensor) and t.is_floating_point()]
+            for net in (model, folded)
+        )
+    for one, other in zip(expected, found, strict=True):
+        scale, difference = float(one.abs().max()), float((one - other).abs().max())
+        if not difference <= torch.finfo(one.dtype).eps ** 0.5 * scale:
+            raise ValueError(
+                f"the outputs for example_input differ by {difference:.2g} after folding, of {scale:.2g}: a layer is "
+                "used in a way that its forward does not show"
+            )
+
+
+#: Attributes that lead to any module; who reads one of them may call what it likes.
+_ANY_MODULE = {"children", "modules", "named_children", "named_modules", "get_submodule", "_modules", "getattr"}
+
+
+class _LayerReader(Reader):
+    """Reads which norm gets which layer's output, and how often each module is called and mentioned."""
+
+    def __init__(self, block: nn.Module, norms: set[nn.Module], seen: _Seen) -> None:
+        super().__init__(block, norms)
+        self.seen = seen
+
+    def module(self, f: nn.Module, x: Values, at: Hashable, rest: int = 0) -> Values:
+        self.seen.calls[f].add(at)
+        if f in self.norms:
+            for value in x or [None]:
+                self.seen.sources[f].add(value[0] if isinstance(value, tuple) else None)
+            if rest:
+                self.seen.residuals.add(f)
+            return NOTHING
+        if rest:
+            return NOTHING
+        if isinstance(f, WEIGHT_LAYERS):
+            return frozenset([(f, "")])
+        if type(f) is nn.Identity and is_plain(f):
+            return x
+        if is_sequence(f) and is_plain(f):
+            return self.sequence(f, x)
+        return NOTHING
+
+    def mention(self, f: Any, at: Hashable) -> None:
+        if isinstance(f, nn.Module):
+            self.seen.mentions[f].add(at)
+
+
+class _Seen:
+    """What all readers of a model found: by module, the places that call it and mention it, and a norm's layers."""
+
+    def __init__(self) -> None:
+        self.calls: defaultdict[nn.Module, set[Hashable]] = defaultdict(set)
+        self.mentions: defaultdict[nn.Module, set[Hashable]] = defaultdict(set)
+        self.sources: defaultdict[nn.Module, set[nn.Module | None]] = defaultdict(set)
+        self.residuals: set[nn.Module] = set()
+
+
 def _find(model: nn.Module) -> tuple[dict[nn.Module, tuple[nn.Module, bool]], dict[nn.Module, str]]:
     """The norms to fold, each with its layer and whether it is given a residual; and why others stay."""
-    pairs: dict[nn.Module, tuple[nn.Module, bool]] = {}
-    reasons: dict[nn.Module, str] = {}
     norms: set[nn.Module] = {module for module in model.modules() if isinstance(module, _BatchNorm)}
     places = Counter(module for _, module in model.named_modules(remove_duplicate=False))
-    alone: set[nn.Module] = set()  # parts of a block that an outer one calls,
-    read: set[Tensor] = set()  # and tensors that it reads itself
-    elsewhere = [called for block in blocks_of(model, norms) for called in called_elsewhere(block)]
-    for block in blocks_of(model, norms):
-        sequentials = {module for _, _, module in slots_of(block, True) if is_sequential(module)}
-        try:
-            trace = trace_block(block, False, sequentials)
-        except Untraceable as reason:
-            for norm in norms.intersection(module for _, _, module in slots_of(block, False)):
-                reasons[norm] = f"{type(block).__name__} cannot be traced: {reason}"
-            alone |= not_its_own(block, mentioned(block))
+    owners: dict[nn.Module, list[tuple[nn.Module, str]]] = defaultdict(list)
+    seen = _Seen()
+    reasons: dict[nn.Module, str] = {}
+    reached: dict[nn.Module, set[str]] = {}  # by block, the names its forward reads, where they say too little
+    for block in model.modules():
+        for name, child in block._modules.items():
+            if child is not None:
+                owners[child].append((block, name))
+        if norms.isdisjoint(block.modules()) or block in norms or forward_of(block) is nn.Module.forward:
             continue
-        nodes = trace.graph.nodes
-        calls = [(node, block.get_submodule(str(node.target))) for node in nodes if node.op == "call_module"]
-        read |= {operator.attrgetter(str(node.target))(block) for node in nodes if node.op == "get_attr"}
-        times = Counter(module for _, module in calls)
-        called = dict(calls)
-        for node, norm in calls:
-            # A Sequential's norm was decided on by the block that calls it, if that could be traced: it may well call
-            # the Sequential's modules one by one.
-            if norm not in norms or norm in pairs or norm in reasons:
-                continue
-            source = node.args[0] if node.args else None
-            layer = called.get(source) if isinstance(source, fx.Node) else None
-            if layer is None or not isinstance(layer, WEIGHT_LAYERS):
-                reasons[norm] = "no layer in front of it"
-            elif any(places[module] != places[block] or times[module] != 1 for module in (layer, norm)):
-                reasons[norm] = "it or the layer in front of it is used at several places"
-            elif any(called_without(block, module, alone) for module in (layer, norm)) or any(
-                (layer in called) != (norm in called) for called in elsewhere
-            ):
-                reasons[norm] = "a part of its block is called alone"
-            elif any(
-                tensor in read for module in (layer, norm) for tensor in module.state_dict(keep_vars=True).values()
-            ):
-                reasons[norm] = "its parameters, or those of the layer in front of it, are used on their own"
-            elif len(source.users) != 1:  # type: ignore[union-attr]
-                reasons[norm] = "the output of the layer in front of it is used again"
+        reader = _LayerReader(block, norms, seen)
+        try:
+            cls: Any = fused_class(type(block))
+            if not is_sequence(block):
+                reader.function(cls.fusion_sources["forward"], cls.fusion_sources)
+                names = {n for one in cls.fusion_sources.values() for n in _names_of(one.original)}
+                reached[block] = names if names & _ANY_MODULE else set()
+            elif is_plain(block):
+                reader.sequence(block, NOTHING)
             else:
-                residual = len(node.args) + len(node.kwargs) > 1
-                against = _reason_against(layer, norm, residual)
-                if against is None:
-                    pairs[norm] = layer, residual
-                else:
-                    reasons[norm] = against
-        alone |= not_its_own(block, trace.called)
-    return pairs, dict.fromkeys(in_watched_sequentials(model), WATCHED) | reasons
+                in_it = norms.intersection(block.children())
+                reasons |= dict.fromkeys(in_it, "the Sequential that it is in has hooks, or a call of its own")
+        except (Unfit, KeyError) as reason:
+            reached[block] = _names_of(getattr(type(block), "forward", None))
+            for norm in norms.intersection(block.children()):
+                reasons[norm] = f"{type(block).__name__}.forward cannot be read: {reason}"
+
+    def elsewhere(module: nn.Module) -> bool:
+        """Whether the module, or what it is a part of, is reached by more than the one call."""
+        (owner, name), *others = owners[module] or [(module, "")]
+        in_a_row = is_sequence(owner) and owner is not module
+        if others or len(seen.calls[module]) > 1 or len(seen.mentions[module]) > (0 if in_a_row else 1):
+            return True
+        for block, names in reached.items():
+            if owner is not block and module in set(block.modules()) and (name in names or names & _ANY_MODULE):
+                return True
+        if owner is module or owner is model:
+            return False
+        passed_on = forward_of(owner) is not nn.Module.forward and len(seen.mentions[owner]) > len(seen.calls[owner])
+        return passed_on or (in_a_row and elsewhere(owner))
+
+    pairs: dict[nn.Module, tuple[nn.Module, bool]] = {}
+    for norm in norms:
+        layers = seen.sources[norm]
+        layer = next(iter(layers)) if len(layers) == 1 else None
+        if norm in reasons:
+            continue
+        if places[norm] == len(seen.calls[norm]) == 1 and layer is None:
+            reasons[norm] = "no layer in front of it, or the layer's output is used again"
+        elif layer is None or places[layer] != 1 or places[norm] != 1 or elsewhere(layer) or elsewhere(norm):
+            reasons[norm] = "it or the layer in front of it is used at several places"
+        elif against := _reason_against(layer, norm, norm in seen.residuals):
+            reasons[norm] = against
+        else:
+            pairs[norm] = layer, norm in seen.residuals
+    others = [module for module in model.modules() if isinstance(module, LpBatchNorm)]
+    return pairs, reasons | dict.fromkeys(others, "it has no running statistics")
+
+
+def _names_of(function: Any) -> set[str]:
+    """The names that a function, and the functions in it, read."""
+    codes, names = [getattr(function, "__code__", None)], set()
+    for code in codes:
+        if code is not None:
+            names.update(code.co_names)
+            codes += [inner for inner in code.co_consts if isinstance(inner, type(code))]
+    return names
 
 
 def _reason_against(layer: Any, norm: Any, residual: bool) -> str | None:

@@ -9,10 +9,10 @@ from normmatters.text_table import aligned
 
 @dataclass(frozen=True)
 class Change:
-    """One module of the model: what it was, what it is now, and why if that is not all one could wish for.
+    """One normalization layer of the model: what it was, what it is now, and why if it was not converted or not fused.
 
-    ``after`` is None for a module that was left as it was; ``fused`` is ``""``, ``"relu"``, ``"add + relu"`` or
-    ``"relu + max pool"``.
+    ``after`` is None for a module that was left as it was; ``fused`` is ``""``, ``"relu"``, ``"add + relu"``,
+    ``"relu + max pool"``, or ``"registered"`` in a block of :func:`~normmatters.register_fusion`.
 
     >>> Change("layer1.0.bn1", "BatchNorm2d", "L1BatchNorm2d", fused="relu").after
     'L1BatchNorm2d'
@@ -27,10 +27,11 @@ class Change:
 
 @dataclass
 class ConversionReport:
-    """What :func:`~normmatters.convert.convert` or :func:`~normmatters.convert.to_torch` converted, fused and skipped.
+    """What :func:`~normmatters.convert` or :func:`~normmatters.to_torch` converted, fused and skipped.
 
-    Pass an empty one as ``report=`` and print it afterwards. It belongs to the call, not to the model: nothing is
-    attached to the model.
+    Pass an empty one as ``report=`` and print it afterwards. It belongs to the call, not to the model. ``fused`` says
+    what a norm takes over where its block's ``forward`` runs as it is written; it is decided at every call.
+    ``forwards`` holds the rewritten ``forward`` of each class of blocks, as source.
 
     Example::
 
@@ -43,6 +44,7 @@ class ConversionReport:
     """
 
     changes: list[Change] = field(default_factory=list)
+    forwards: dict[str, str] = field(default_factory=dict)
 
     @property
     def converted(self) -> list[Change]:
@@ -51,7 +53,7 @@ class ConversionReport:
 
     @property
     def fused(self) -> list[Change]:
-        """The modules that took over a ReLU, alone or with the add before or the max pool behind it."""
+        """The modules that run together with the ReLU after them, and maybe an add before it or a max pool after it."""
         return [change for change in self.changes if change.fused]
 
     @property

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import logging
-import math
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,23 +18,22 @@ from normmatters.nn.layernorm import L1LayerNorm, L1RMSNorm, LpLayerNorm
 from normmatters.nn.layernorm2d import ChannelsFirst, L1LayerNorm2d, LpLayerNorm2d
 from normmatters.nn.replace import keep_all, replace
 from normmatters.nn.sync import SyncLpBatchNorm
-from normmatters.norm import check_memory
-from normmatters.surgery.fuse import FusionPlan, plan_fusion
-from normmatters.surgery.fused import link_sequentials
+from normmatters.norm import Norm, check_memory
+from normmatters.surgery.blocks import FusedBlock
+from normmatters.surgery.blocks import fuse as fuse_block
+from normmatters.surgery.plan import FusionPlan, plan_fusion
 from normmatters.surgery.report import Change, ConversionReport, report_to_fill
 
 _log = logging.getLogger(__name__)
 
 TORCH_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-_TORCH_NORMS = (nn.modules.batchnorm._BatchNorm, nn.LayerNorm)
-_NORMS: dict[str, float | str] = {"l1": 1, "l2": 2, "linf": math.inf, "topk": math.inf, "range": "range"}
 _CLASSES: dict[str, tuple[Any, Any, Any]] = {  # for BatchNorm1d, 2d and 3d
     "l1": (bn.L1BatchNorm1d, bn.L1BatchNorm2d, bn.L1BatchNorm3d),
     "linf": (bn.LInfBatchNorm1d, bn.LInfBatchNorm2d, bn.LInfBatchNorm3d),
     "topk": (bn.TopKBatchNorm1d, bn.TopKBatchNorm2d, bn.TopKBatchNorm3d),
     "range": (bn.RangeBatchNorm1d, bn.RangeBatchNorm2d, bn.RangeBatchNorm3d),
-    "lp": (bn.LpBatchNorm1d, bn.LpBatchNorm2d, bn.LpBatchNorm3d),
 }
+_ANY_P = (bn.LpBatchNorm1d, bn.LpBatchNorm2d, bn.LpBatchNorm3d)
 # Subclasses of nn.LayerNorm that are known to add nothing else: over the last dimension, and over the channels of NCHW.
 _LAYER_NORMS = {"timm.layers.norm.LayerNorm", "timm.layers.norm.LayerNormFp32"}
 _LAYER_NORMS_2D = {
@@ -46,6 +43,7 @@ _LAYER_NORMS_2D = {
     "torchvision.models.convnext.LayerNorm2d",
 }
 _TIMM_BATCH_NORM = "timm.layers.norm_act.BatchNormAct2d"
+_TORCH_NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.LocalResponseNorm)
 
 
 def convert(
@@ -57,18 +55,19 @@ def convert(
     memory: str = "exact",
     layer_norm: str | float | None = None,
     fuse: bool = True,
+    filter: Callable[[str, nn.Module], bool] | None = None,
     inplace: bool = True,
     report: ConversionReport | None = None,
 ) -> nn.Module:
-    """Replace the batch norms of ``model`` and merge the ReLU (and the residual add) behind each into it.
+    """Replace the batch norms of ``model``, and run each together with the ReLU (and the residual add) after it.
 
-    The new norms hold the very same parameters, statistics and hooks, so optimizers made before go on, and state_dict
-    keys stay. A block in which a norm takes something over becomes a subclass of its class: ``isinstance``, attributes,
-    copying, pickling and ``torch.compile`` go on working. What cannot be fused safely is
-    converted without, and the report says why. A fused norm returns the ReLU's output: to look at what a norm itself
-    gives, convert with ``fuse=False``, or put a hook on it before. In the stem of a ResNet an L1 norm takes over the
-    max pool too (3×3, stride 2, padding 1), and returns the pool's output. Exchange norms, ReLUs and pools for other
-    modules before, or after :func:`to_torch`: what a norm took over stays with it, and its block raises an error.
+    The new norms hold the very same parameters, statistics and hooks: optimizers made before still fit, and state_dict
+    keys stay. A norm stays a norm and a ReLU a ReLU. Only their calls change: a block in which something fuses becomes
+    a subclass of its class whose ``forward``, rewritten from its source, decides at every call what to run together. It
+    looks at what it is handed then, and otherwise makes the calls as they are written. So modules may be exchanged,
+    hooked, shared or called from elsewhere at any time. In the stem of a ResNet an L1 norm runs together with the max
+    pool too (3×3, stride 2, padding 1). The report says what fuses, and why a norm stays alone; for a ``forward`` that
+    cannot be rewritten there is :func:`~normmatters.register_fusion`.
 
     Exactly ``nn.BatchNorm1d/2d/3d`` are replaced, ``nn.SyncBatchNorm`` by :class:`~normmatters.nn.SyncLpBatchNorm`, and
     timm's ``BatchNormAct2d`` with its activation; on request ``nn.LayerNorm`` and the layer norms of timm and
@@ -80,7 +79,8 @@ def convert(
         k: how many deviations Top(k) averages; only for ``"topk"``.
         constant, memory: as in :class:`~normmatters.nn.LpBatchNorm2d`.
         layer_norm: None to leave layer norms alone, or what to replace it by, as ``norm``.
-        fuse: merge norm→ReLU, norm→add→ReLU and norm→ReLU→max pool.
+        fuse: run norm→ReLU, norm→add→ReLU and norm→ReLU→max pool as one operation.
+        filter: ``filter(name, module)`` says of each layer that could be replaced whether it is to be.
         inplace: change ``model`` itself, so that memory is not doubled; False converts a deep copy.
         report: an empty :class:`ConversionReport` to fill. It is also logged, at level INFO.
 
@@ -94,15 +94,17 @@ def convert(
 
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
         >>> model = convert(model, "l1")
-        >>> type(model[1]).__name__, model[1].act
-        ('L1BatchNorm2d', 'relu')
+        >>> [type(module).__name__ for module in model]
+        ['Conv2d', 'L1BatchNorm2d', 'ReLU']
     """
     check_model(model)
-    spec = NormSpec.of("norm", norm, k, constant)
-    layer_spec = None if layer_norm is None else NormSpec.of("layer_norm", layer_norm, k, constant)
+    kind = Norm.named(norm, k=k, constant=constant, memory=memory)
+    layer_kind = None if layer_norm is None else Norm.named(layer_norm, k=k, constant=constant, argument="layer_norm")
     check_memory(memory)
+    if filter is not None and not callable(filter):
+        raise TypeError(f"filter must be a function of a name and a module, or None, got {type(filter).__name__}")
     report = report_to_fill(report)
-    model = swap(model if inplace else copy.deepcopy(model), spec, layer_spec, report, memory=memory, fuse=fuse)
+    model = swap(model if inplace else copy.deepcopy(model), kind, layer_kind, report, fuse=fuse, filter=filter)
     if report.converted:
         _log.info("%s", report)
     else:
@@ -112,111 +114,80 @@ def convert(
 
 def swap(
     model: nn.Module,
-    spec: NormSpec,
-    layer_spec: NormSpec | None,
+    norm: Norm,
+    layer_norm: Norm | None,
     report: ConversionReport,
     *,
-    memory: str = "exact",
     fuse: bool = True,
+    filter: Callable[[str, nn.Module], bool] | None = None,
 ) -> nn.Module:
     """What :func:`convert` does to ``model`` itself; it logs nothing, for those who only ask what would be done."""
     new: dict[nn.Module, nn.Module] = {}
     skipped: dict[nn.Module, str] = {}
-    for module in model.modules():
-        replacement = _replacement(module, spec, layer_spec, memory)
+    for name, module in model.named_modules():
+        replacement = _replacement(module, norm, layer_norm)
+        if isinstance(replacement, nn.Module) and filter is not None and not filter(name, module):
+            replacement = "the filter leaves it out"
         if isinstance(replacement, str):
             skipped[module] = replacement
         elif replacement is not None:
             new[module] = replacement
+    names = {new.get(module, module): (name, type(module).__name__) for name, module in model.named_modules()}
+    model = replace_modules(model, new)
     # A norm that came with its own activation has nothing more to take over.
-    bare = [
-        old
-        for old, norm in new.items()
-        if isinstance(norm, LpBatchNorm) and not isinstance(norm, LpBatchNormAct2d) and norm.act is None
-    ]
-    pooling = [old for old in bare if isinstance(new[old], bn.LpBatchNorm2d) and new[old].p == 1]
+    bare = [n for n in new.values() if isinstance(n, LpBatchNorm) and type(n) not in _WITH_ACT and n.act is None]
+    pooling = [n for n in bare if isinstance(n, bn.LpBatchNorm2d) and n.p == 1]
     plan = plan_fusion(model, bare, pooling) if fuse else FusionPlan()
-
-    for name, module in model.named_modules():
-        before = type(module).__name__
+    for block in plan.blocks:
+        fuse_block(block)
+        if isinstance(block, FusedBlock):
+            report.forwards |= {f"{type(block).__qualname__}.{n}": s.text() for n, s in block.fusion_sources.items()}
+    for module, (name, before) in names.items():
         if module in skipped:
             report.changes.append(Change(name, before, None, note=skipped[module]))
-        elif module in new:
-            act = getattr(new[module], "act", None) or ""
-            note = "its ReLU came with it" if act else plan.notes.get(module, "")
-            report.changes.append(Change(name, before, type(new[module]).__name__, plan.fused.get(module, act), note))
-
-    plan.apply()
-    link_sequentials(model)
-    for old in plan.fused:
-        new[old].act = "relu"  # type: ignore[assignment]
-    for old in plan.pools:
-        new[old].pool = "max"  # type: ignore[assignment]
-    return replace_modules(model, new)
+        elif module in plan.fused or module in new.values():
+            note = "its ReLU came with it" if getattr(module, "act", None) else plan.notes.get(module, "")
+            fused = plan.fused.get(module, getattr(module, "act", None) or "")
+            report.changes.append(Change(name, before, type(module).__name__, fused, note))
+    return model
 
 
-@dataclass(frozen=True)
-class NormSpec:
-    """Which norm to build: ``kind`` is a key of ``_CLASSES``."""
+_WITH_ACT = (LpBatchNormAct2d,)
 
-    kind: str
-    p: float | str
-    k: int | None
-    constant: str | float
 
-    @classmethod
-    def of(cls, argument: str, norm: str | float, k: int = 10, constant: str | float = "exact") -> NormSpec:
-        """Resolve and check what the user asked for."""
-        if isinstance(norm, bool) or not isinstance(norm, (str, int, float)):
-            raise TypeError(f"{argument} must be a string or a number p >= 1, got {type(norm).__name__}")
-        if isinstance(norm, str) and norm not in _NORMS:
-            names = ", ".join(map(repr, _NORMS))
-            close = difflib.get_close_matches(norm.lower().replace("_", ""), _NORMS, 1, 0.4)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            if norm.startswith("mean"):
-                hint = "; mean-only batch norm has no weight to carry over: build the model with MeanOnlyBatchNorm"
-            raise ValueError(f"{argument} must be one of {names} or a number p >= 1, got {norm!r}{hint}")
-        p = _NORMS[norm] if isinstance(norm, str) else norm
-        kind = norm if norm == "topk" else {1: "l1", math.inf: "linf", "range": "range"}.get(p, "lp")
-        spec = cls(str(kind), p, k if norm == "topk" else None, constant)
-        bn.LpBatchNorm1d(1, p, k=spec.k, constant=constant, device="meta")  # refuses a wrong p, k or constant
-        return spec
+def _batch_norm(norm: Norm, rank: int, features: int) -> LpBatchNorm:
+    """A batch norm for BatchNorm1d, 2d or 3d's place; its state lies on the meta device, to be replaced."""
+    cls = _CLASSES.get(norm.kind, _ANY_P)[rank - 1]
+    chosen: dict[str, Any] = {"k": norm.k} if norm.kind == "topk" else {} if norm.kind in _CLASSES else {"p": norm.p}
+    made: LpBatchNorm = cls(features, **chosen, constant=norm.constant, memory=norm.memory, device="meta")
+    return made
 
-    def batch_norm(self, rank: int, features: int, memory: str) -> LpBatchNorm:
-        """A batch norm for BatchNorm1d, 2d or 3d's place; its state lies on the meta device, to be replaced."""
-        cls = _CLASSES[self.kind][rank - 1]
-        chosen: dict[str, Any] = {"p": self.p} if self.kind == "lp" else {"k": self.k} if self.kind == "topk" else {}
-        made: LpBatchNorm = cls(features, **chosen, constant=self.constant, memory=memory, device="meta")
+
+def _batch_norm_act(norm: Norm, old: Any) -> LpBatchNorm:
+    """A batch norm for the place of timm's BatchNormAct2d: a ReLU becomes its own, any other activation follows."""
+    after = [type(module) for module in old.children() if type(module) is not nn.Identity]
+    if after in ([], [nn.ReLU]):
+        made = _batch_norm(norm, 2, old.num_features)
+        made.act = "relu" if after else None
         return made
-
-    def sync_batch_norm(self, features: int, memory: str) -> SyncLpBatchNorm:
-        """A batch norm for SyncBatchNorm's place."""
-        made = SyncLpBatchNorm(features, self.p, k=self.k, constant=self.constant, device="meta")
-        made.memory = memory
-        return made
-
-    def batch_norm_act(self, old: nn.Module, memory: str) -> LpBatchNorm:
-        """A batch norm for the place of timm's BatchNormAct2d: its ReLU is merged, any other activation follows."""
-        after = [type(module) for module in old.children() if type(module) is not nn.Identity]
-        if after in ([], [nn.ReLU]):
-            made = self.batch_norm(2, old.num_features, memory)  # type: ignore[arg-type]
-            made.act = "relu" if after else None
-            return made
-        chosen: dict[str, Any] = {"k": self.k, "constant": self.constant, "memory": memory, "device": "meta"}
-        then = LpBatchNormAct2d(old.num_features, self.p, **chosen)  # type: ignore[arg-type]
-        then.drop, then.activation = old.drop, old.act  # type: ignore[assignment]
-        return then
-
-    def layer_norm(self, shape: tuple[int, ...], channels_first: bool) -> LpLayerNorm:
-        """A layer norm for LayerNorm's place."""
-        if self.kind == "l1":
-            return (L1LayerNorm2d if channels_first else L1LayerNorm)(shape, constant=self.constant, device="meta")
-        cls = LpLayerNorm2d if channels_first else LpLayerNorm
-        return cls(shape, self.p, k=self.k, constant=self.constant, device="meta")
+    then = LpBatchNormAct2d(
+        old.num_features, norm.p, k=norm.k, constant=norm.constant, memory=norm.memory, device="meta"
+    )
+    then.drop, then.activation = old.drop, old.act
+    return then
 
 
-def _replacement(module: nn.Module, spec: NormSpec, layer_spec: NormSpec | None, memory: str) -> nn.Module | str | None:
+def _layer_norm(norm: Norm, shape: tuple[int, ...], channels_first: bool) -> LpLayerNorm:
+    """A layer norm for LayerNorm's place."""
+    if norm.kind == "l1":
+        return (L1LayerNorm2d if channels_first else L1LayerNorm)(shape, constant=norm.constant, device="meta")
+    cls = LpLayerNorm2d if channels_first else LpLayerNorm
+    return cls(shape, norm.p, k=norm.k, constant=norm.constant, device="meta")
+
+
+def _replacement(module: nn.Module, norm: Norm, layer_norm: Norm | None) -> nn.Module | str | None:
     """What takes the module's place; or why nothing does; or None for a module that is no norm."""
+    made: Any
     if isinstance(module, (LpBatchNorm, LpLayerNorm, L1RMSNorm)):
         return "it is one of normmatters already: go back with to_torch first"
     if isinstance(module, torch.jit.ScriptModule):
@@ -224,26 +195,31 @@ def _replacement(module: nn.Module, spec: NormSpec, layer_spec: NormSpec | None,
         return "a scripted module cannot be changed" if scripted else None
     kind = _qualified(module)
     first = is_channels_first(module)
-    if layer_spec is not None and (type(module) is nn.LayerNorm or kind in _LAYER_NORMS or first):
-        made: nn.Module = layer_spec.layer_norm(tuple(module.normalized_shape), first)  # type: ignore[arg-type]
+    if type(module) is nn.LayerNorm or kind in _LAYER_NORMS or first:
+        if layer_norm is None:
+            return "layer norms are converted only if asked: layer_norm="
+        made = _layer_norm(layer_norm, tuple(module.normalized_shape), first)  # type: ignore[arg-type]
     elif type(module) in TORCH_BATCH_NORMS:
-        made = spec.batch_norm(TORCH_BATCH_NORMS.index(type(module)) + 1, module.num_features, memory)  # type: ignore[arg-type]
+        made = _batch_norm(norm, TORCH_BATCH_NORMS.index(type(module)) + 1, module.num_features)  # type: ignore[arg-type]
     elif type(module) is nn.SyncBatchNorm:
-        made = spec.sync_batch_norm(module.num_features, memory)
+        made = SyncLpBatchNorm(module.num_features, norm.p, k=norm.k, constant=norm.constant, device="meta")
+        made.memory = norm.memory
     elif kind == _TIMM_BATCH_NORM:
         if any(child.state_dict() for child in module.children()):
             return "its activation has a state, which would change its key"
-        made = spec.batch_norm_act(module, memory)
+        made = _batch_norm_act(norm, module)
     elif isinstance(module, nn.modules.lazy.LazyModuleMixin) and isinstance(module, nn.modules.batchnorm._BatchNorm):
         return "it is not initialised yet: run the model once first"
-    elif isinstance(module, nn.modules.batchnorm._BatchNorm if layer_spec is None else _TORCH_NORMS):
+    elif isinstance(module, _TORCH_NORMS):
+        if type(module).__module__.startswith("torch."):
+            return f"{type(module).__name__} has no counterpart here"
         return f"{type(module).__name__} is a subclass: what it adds is not known"
     else:
         return None
     if "forward" in vars(module):
         return "its forward was replaced on the instance"
     carry_over(module, made)
-    return made
+    return made  # type: ignore[no-any-return]
 
 
 def is_channels_first(layer_norm: nn.Module) -> bool:
@@ -257,7 +233,7 @@ def _qualified(module: nn.Module) -> str:
 
 def carry_over(old: nn.Module, new: nn.Module) -> None:
     """:func:`~normmatters.nn.replace.keep_all` but for what says which norm it is, and the parts that go with that."""
-    keep_all(old, new, without={"p", "k", "constant", "act", "memory", "pool", "_modules"})
+    keep_all(old, new, without={"p", "k", "constant", "act", "memory", "_modules"})
     parts = {"drop", "act", "activation"}  # of a norm that comes with an activation
     new._modules.update({name: module for name, module in old._modules.items() if name not in parts})
 

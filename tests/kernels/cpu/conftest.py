@@ -1,6 +1,4 @@
-"""CPU tensors go to the native CPU kernels here, not to Triton's interpreter."""
-
-from __future__ import annotations
+"""Tests here run the native kernels; those beside this folder run Triton's, in its interpreter."""
 
 import pytest
 
@@ -8,6 +6,5 @@ from normmatters.kernels import backends
 
 
 @pytest.fixture(autouse=True)
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the place of the fixture for the Triton kernels' tests."""
+def no_interpreter(monkeypatch):
     monkeypatch.setattr(backends, "INTERPRETED", False)

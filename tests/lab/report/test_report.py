@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shutil
 import subprocess
@@ -272,6 +273,43 @@ def test_bad_folders_are_told(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"summary\.json"):
         write_report([tmp_path / "a"], tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_foreign_config_does_not_stop_the_report(tmp_path: Path) -> None:
+    write_run(tmp_path, "fig1/wd_on")
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app" / "config.json").write_text('{"port": 8080}')
+    report = write_report([tmp_path], tmp_path / "out", images=False)
+    assert len(report.collection.runs) == 1
+    assert "app: its config.json is no run's" in report.markdown.read_text()
+    assert "config.json is no run" in report.html.read_text()
+    with pytest.raises(ValueError, match="not the config of a run"):
+        collect([tmp_path / "app"])
+
+
+def test_an_empty_summary_is_no_result(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, "fig1/wd_on")
+    (folder / "summary.json").write_text("{}")
+    assert len(collect([tmp_path]).unfinished) == 1
+
+
+def test_a_named_pipe_is_refused(tmp_path: Path) -> None:
+    """The report waited for ever."""
+    folder = write_run(tmp_path, "fig1/wd_on")
+    (folder / "environment.json").unlink()
+    os.mkfifo(folder / "environment.json")
+    with pytest.raises(ValueError, match=r"environment\.json"):
+        collect([tmp_path])
+
+
+def test_reading_many_runs_says_how_far_it_is(tmp_path: Path) -> None:
+    for seed in range(3):
+        write_run(tmp_path, "fig1/wd_on", seed=seed)
+    said: list[str] = []
+    runs = collect([tmp_path], progress=said.append).runs
+    assert said == ["0 of 3 runs read"]
+    assert runs[0].config["optim"] is runs[2].config["optim"]  # held once
+    assert [run.seed for run in runs] == [0, 1, 2]
 
 
 def test_one_run_is_one_seed_however_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

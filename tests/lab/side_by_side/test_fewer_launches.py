@@ -104,7 +104,10 @@ def test_a_capture_launches_the_kernels_of_the_steps_before_it(
 
     launched: set[Any] = set()
 
-    def note(self: Launch, tensors: tuple[Tensor, ...], numbers: tuple[float, ...] = ()) -> None:
+    def note(
+        self: Launch, tensors: tuple[Tensor, ...] = (), numbers: tuple[float, ...] = (), **named: Tensor | float
+    ) -> None:
+        tensors = tensors or tuple(value for value in named.values() if isinstance(value, Tensor))
         launched.add((id(self.kernel), str(self.constants), str(self.options), *(t.dtype for t in tensors)))
 
     monkeypatch.setattr(backends, "INTERPRETED", True)

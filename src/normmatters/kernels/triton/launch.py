@@ -23,6 +23,9 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
+from normmatters.kernels import MAX_PLANS
+
+_plans: list[Any] = []
 _data_ptr = Tensor.data_ptr
 # None in place of Triton's metadata for hooks, and of the two hooks: where there is one, Triton launches.
 _NO_HOOKS = (None, None, None)
@@ -47,18 +50,34 @@ def can_overlap(device: int) -> bool:
     return device >= 0 and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+def cached_plan(function: Any) -> Any:
+    """Cache what ``function`` returns: the launches at one shape and one set of options."""
+    cached = functools.lru_cache(MAX_PLANS)(function)
+    _plans.append(cached)
+    return cached
+
+
+def forget_plans() -> None:
+    """Empty the caches of all plans: for whoever changes how tensors are cut."""
+    for cached in _plans:
+        cached.cache_clear()
+
+
 class Launch:
     """A kernel at one shape: its grid, its integers and its compile-time constants, in the order of its signature.
 
-    With ``overlaps`` the signature ends with ``OVERLAP``, which is set here, and the kernel waits for the one before.
-    Without ``contracts`` no product and sum are made one, and each is rounded.
+    A signature names the tensors, the integers, then other numbers, then the constants. A call passes the tensors and
+    the other numbers by keyword, in that order; or as two tuples.
+
+    With ``overlaps`` the signature ends with ``OVERLAP``, which is set here, and the kernel waits for the previous one.
+    Without ``contracts`` the compiler does not fuse a product and a sum, and each is rounded.
     """
 
     def __init__(
         self,
         kernel: Any,
         grid: tuple[int, int],
-        integers: tuple[int, ...],
+        integers: tuple[int, ...] | dict[str, int],
         constants: dict[str, Any],
         *,
         num_warps: int = 4,
@@ -68,15 +87,22 @@ class Launch:
     ) -> None:
         self.kernel = kernel
         self.grid = grid
-        self.integers = integers
+        self.integers = tuple(integers.values()) if isinstance(integers, dict) else integers
         self.constants = constants
+        self._names = [*integers] if isinstance(integers, dict) else None
         self.options = {"num_warps": num_warps, "maxnreg": maxnreg, "enable_fp_fusion": contracts}
+        self._pointers: int | None = None  # how many tensors a call by keyword passes, once its names have been checked
         self._compiled: dict[int, tuple[Any, tuple[Any, ...]]] = {}
         self.overlaps = overlaps
         self._values = (*constants.values(), *([None] if overlaps else []))  # a compiled kernel does not look at them
 
-    def __call__(self, tensors: tuple[Tensor, ...], numbers: tuple[float, ...] = ()) -> None:
-        """Launch on the current stream of the first tensor's device; ``numbers`` come after the integers."""
+    def __call__(self, tensors: tuple[Tensor, ...] = (), numbers: tuple[float, ...] = (), **named: Any) -> None:
+        """Launch on the current stream of the first tensor's device."""
+        if named:
+            values = (*named.values(),)
+            if self._pointers is None:
+                self._pointers = self._check_names(named)
+            tensors, numbers = values[: self._pointers], values[self._pointers :]
         device = tensors[0].get_device()
         found = self._compiled.get(device)
         if found is not None and not _watched():
@@ -95,6 +121,15 @@ class Launch:
         compiled = self.kernel[self.grid](*tensors, *self.integers, *numbers, **self.constants, **options)
         if compiled is not None and not any(t.data_ptr() & 15 for t in tensors):  # the interpreter gives nothing back
             self._compiled[device] = _launcher(compiled)
+
+    def _check_names(self, named: dict[str, Any]) -> int:
+        """Raise unless tensors, integers, numbers and constants are the kernel's parameters, in its order."""
+        tensors = [name for name, value in named.items() if isinstance(value, Tensor)]
+        numbers = [name for name in named if name not in tensors]
+        given = [*tensors, *(self._names or []), *numbers, *self.constants, *(["OVERLAP"] if self.overlaps else [])]
+        if given != [*self.kernel.arg_names] or [*named] != tensors + numbers:
+            raise TypeError(f"{self.kernel.__name__} takes {[*self.kernel.arg_names]}, got {given}")
+        return len(tensors)
 
 
 def _watched() -> bool:

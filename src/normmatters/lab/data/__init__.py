@@ -75,7 +75,7 @@ def load_data(
     shard: Shard | None = None,
     cache: Path | None = None,
 ) -> ImageData | TextData:
-    """Open the data of a run. Raises ValueError that says what is missing and how to get it."""
+    """Open the data of a run. Raises ValueError with what is missing and how to get it."""
     device = device or torch.device("cpu")
     shard = shard or Shard()
     folder = _folder(config, data_dir)
@@ -86,10 +86,10 @@ def load_data(
     assert folder is not None
     if config.name == "cifar10":
         usual = config.dir in (None, cifar10.FOLDER)  # which a cell may name, as another preset's set is elsewhere
-        found = cifar10.find(folder) or (cifar10.prepare(folder.parent) if usual else None)
-        if found is None:
+        files = cifar10.find(folder) or (cifar10.prepare(folder.parent) if usual else None)
+        if files is None:
             raise ValueError(f"CIFAR-10: no test_batch.bin in {folder} (data.dir={config.dir!r})")
-        tensors = _shared(cifar10.load, (found,), device)
+        tensors = _shared(cifar10.load, (files,), device)
         return _resident(config, *tensors, 10, _CIFAR, seed, device, shard)
     side, min_scale = _CROPS[config.name]
     train, val, classes = folders.open_splits(folder, config.image_size, side, min_scale)
@@ -166,11 +166,11 @@ def _resident(
 ) -> ImageData:
     mean, std, usual = about
     if config.train_size is not None and config.train_size < len(train_x):
-        kept = images.keep(len(train_x), config.train_size)
-        train_x, train_y = train_x[kept], train_y[kept]
+        rows = images.keep(len(train_x), config.train_size)
+        train_x, train_y = train_x[rows], train_y[rows]
     if config.val_size is not None and config.val_size < len(val_x):
-        kept = images.keep(len(val_x), config.val_size)
-        val_x, val_y = val_x[kept], val_y[kept]
+        rows = images.keep(len(val_x), config.val_size)
+        val_x, val_y = val_x[rows], val_y[rows]
     size = config.image_size or train_x.shape[1]
     train_x, val_x = (augment.resize(x, size).to(device) for x in (train_x, val_x))
     _, min_scale = _CROPS.get(config.name, _CROPS["tiny_imagenet"])

@@ -48,8 +48,8 @@ def _read(path: Path) -> np.ndarray:
     except FileNotFoundError:
         raise ValueError(f"CIFAR-10: {path} is missing: {again}") from None
     if len(raw) != _BYTES:
-        told = f"is truncated or not the file, with {len(raw)} bytes, expected {_BYTES}"
-        raise ValueError(f"CIFAR-10: {path} {told}: {again}")
+        problem = f"is truncated or not the file, with {len(raw)} bytes, expected {_BYTES}"
+        raise ValueError(f"CIFAR-10: {path} {problem}: {again}")
     if (got := hashlib.sha256(raw).hexdigest()) != SHA256[path.name]:
         raise ValueError(f"CIFAR-10: {path} has sha256 {got}, expected {SHA256[path.name]}: it is damaged: {again}")
     return np.frombuffer(raw, np.uint8).reshape(-1, _RECORD)
@@ -79,13 +79,13 @@ def prepare(data_dir: Path, *, url: str = URL) -> Path:
     except OSError as error:
         raise ValueError(f"cannot create the data folder {data_dir}: {error}") from None
     with FileLock(data_dir / ".cifar10.lock"):
-        found = find(data_dir)
-        if found is None and any((data_dir / FOLDER).glob("*")):
-            found = data_dir / FOLDER  # a part of it: the first file that is missing is told
-        if found is not None:
+        files = find(data_dir)
+        if files is None and any((data_dir / FOLDER).glob("*")):
+            files = data_dir / FOLDER  # a part of it: the error names the first file that is missing
+        if files is not None:
             for name in SHA256:
-                _read(found / name)
-            return found
+                _read(files / name)
+            return files
         archive = data_dir / ARCHIVE
         if not archive.is_file():
             _download(url, archive)

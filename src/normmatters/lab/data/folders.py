@@ -21,8 +21,8 @@ class ArraySource:
 
     def __init__(self, x: np.ndarray, y: np.ndarray, size: int | None, name: str) -> None:
         if x.dtype != np.uint8 or x.ndim != 4 or len(x) == 0 or 3 not in (x.shape[1], x.shape[3]):
-            told = "expected uint8 images (N, 3, H, W) or (N, H, W, 3)"
-            raise ValueError(f"{name}: {told}, got {x.dtype} {x.shape}")
+            expected = "expected uint8 images (N, 3, H, W) or (N, H, W, 3)"
+            raise ValueError(f"{name}: {expected}, got {x.dtype} {x.shape}")
         if y.ndim != 1 or len(x) != len(y):
             raise ValueError(f"{name}: {len(x)} images but labels of shape {y.shape}")
         if y.dtype.kind not in "iu" or y.min() < 0:
@@ -67,7 +67,7 @@ class FolderSource:
         try:
             with Image.open(path) as file:
                 if file.mode[0] in "IF":  # PIL would make white of all that is above 255
-                    raise ValueError(f"expected 8 bits a channel, got PIL's mode {file.mode}")
+                    raise ValueError(f"expected 8 bits per channel, got PIL's mode {file.mode}")
                 image: Any = file.convert("RGB")
         except Exception as error:  # PIL raises SyntaxError, too, or an error of its own for one that is too large
             raise ValueError(f"cannot read the image {path}: {error}") from None
@@ -132,8 +132,8 @@ def _files(folder: Path, number: dict[str, int]) -> tuple[list[Path], list[int]]
     if annotations.is_file() and (folder / "images").is_dir():  # many sort it into folders, and leave the table
         rows = [[*line.split("\t"), ""][:2] for line in annotations.read_text(encoding="utf-8").splitlines() if line]
         if unknown := [label for _, label in rows if label not in number]:
-            told = f"{annotations}: no class {unknown[0]!r} in train"
-            raise ValueError(f"{told}; a line has an image, a tab and its class")
+            problem = f"{annotations}: no class {unknown[0]!r} in train"
+            raise ValueError(f"{problem}; a line has an image, a tab and its class")
         there = {path.name for path in (folder / "images").iterdir()}
         if missing := [name for name, _ in rows if name not in there]:
             raise ValueError(

@@ -57,10 +57,10 @@ def read_pairs(folder: Path, split: str, source: str, target: str) -> Pairs:
             f"{folder}/{split}: {source} has {len(sides[0])} lines but {target} has {len(sides[1])}; "
             "parallel files need the same number of lines"
         )
-    kept = [(a.strip(), b.strip()) for a, b in zip(*sides) if a.strip() and b.strip()]
-    if not kept:
+    pairs = [(a.strip(), b.strip()) for a, b in zip(*sides) if a.strip() and b.strip()]
+    if not pairs:
         raise ValueError(f"{folder}/{split}: no sentence pairs")
-    return [a for a, _ in kept], [b for _, b in kept]
+    return [a for a, _ in pairs], [b for _, b in pairs]
 
 
 def make_tokenizer(lines: list[str], vocab_size: int, learned: str | None = None) -> Any:

@@ -61,7 +61,7 @@ def draw_from(model: nn.Module, generator: torch.Generator | None) -> None:
 def init_weights(model: nn.Module, norm: NormFactory) -> None:
     """He-normal convolutions, and a classifier that starts near zero, so that the first loss is log(classes).
 
-    Where no norm restores the scale, it is kept by the weights: by fan-in, and with the gain that undoes what the
+    Where no norm restores the scale, the weights keep it: by fan-in, and with the gain that undoes what the
     activation and the mean-only norm leave of the variance, ½(1 − 1/π) for a ReLU (F15).
     """
     for module in model.modules():

@@ -15,11 +15,11 @@ from normmatters.lab.norms import NormFactory
 
 
 class Seq2Seq(Translator):
-    """``layers`` LSTM layers a side; the decoder's output attends to the encoder's (Luong's "general" score).
+    """``layers`` LSTM layers per side; the decoder's output attends to the encoder's (Luong's "general" score).
 
     ``scaled``: scores are divided by √d_model, as a Transformer's are. Without it normalized outputs, whose entries are
     near 1, give scores of several units, and attention begins on one word alone.
-    The norms stand behind each layer, outside of the recurrence, which stays one library call a layer.
+    A norm follows each layer, outside of the recurrence, which stays one library call per layer.
     Shape: source (n, S), target_in (n, T) of token ids; output (n, T, vocabulary).
     """
 

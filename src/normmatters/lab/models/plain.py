@@ -16,7 +16,7 @@ SMALL_CNN = (16, "pool", 32, 32, "pool", 64)
 class PlainNet(nn.Module):
     """3 × 3 convolutions, a norm and an activation after each, max pooling while there is something to pool.
 
-    Shape: input (N, C, H, W), output (N, classes). ``classifier`` is the last layer, the only one behind no norm.
+    Shape: input (N, C, H, W), output (N, classes). ``classifier`` is the last layer, the only one that no norm follows.
     """
 
     def __init__(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,16 +32,23 @@ class Report:
     collection: Collection
 
 
-def write_report(runs: Iterable[str | Path], out: str | Path, *, command: str = "", images: bool = True) -> Report:
+def write_report(
+    runs: Iterable[str | Path],
+    out: str | Path,
+    *,
+    command: str = "",
+    images: bool = True,
+    progress: Callable[[str], None] | None = None,
+) -> Report:
     """Turn the run folders below ``runs`` into ``out/report.html``, ``out/report.md`` and ``out/figures/*``.
 
     Everything is read before anything is written, and each file is replaced in one step; the paper's figures of an
-    earlier report that this one does not have are removed.
+    earlier report that this one does not have are removed. ``progress`` is as in :func:`collect`.
 
     >>> write_report(["runs/quick"], "runs/quick/report").html        # doctest: +SKIP
     PosixPath('runs/quick/report/report.html')
     """
-    return draw(collect(runs), out, command=command, images=images)
+    return draw(collect(runs, progress), out, command=command, images=images)
 
 
 def draw(collection: Collection, out: str | Path, *, command: str = "", images: bool = True) -> Report:

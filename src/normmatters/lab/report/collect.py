@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from normmatters.lab import config as _config
 from normmatters.lab import experiments
 from normmatters.lab.claims import CLAIMS
 from normmatters.lab.experiments import Cell, Paper
+from normmatters.lab.files import read_plain
 from normmatters.lab.run_folder import read_metrics
 
 __all__ = ["METRICS", "Collection", "Metric", "Number", "Result", "Run", "collect", "describe", "differences"]
@@ -90,7 +93,7 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        return self.summary is not None
+        return (self.summary or {}).get("status") == "finished"
 
     @property
     def diverged(self) -> bool:
@@ -227,6 +230,7 @@ class Collection:
 
     results: dict[str, Result]
     runs: tuple[Run, ...]
+    foreign: tuple[Path, ...] = ()
 
     @property
     def unfinished(self) -> list[Run]:
@@ -245,9 +249,14 @@ class Collection:
         return paper + sorted(found - set(paper))
 
 
-def collect(paths: Iterable[str | Path]) -> Collection:
-    """Read every run below ``paths``: folders with a ``config.json``, and published runs, one file each."""
+def collect(paths: Iterable[str | Path], progress: Callable[[str], None] | None = None) -> Collection:
+    """Read every run below ``paths``: folders with a ``config.json``, and published runs, one file each.
+
+    A ``config.json`` that is no run's is left out and named in the report. ``progress`` is called with a few words from
+    time to time: thousands of runs take seconds.
+    """
     runs: list[Run] = []
+    foreign: list[Path] = []
     for path in map(Path, paths):
         if not path.exists():
             raise ValueError(f"{path}: no such folder")
@@ -257,31 +266,49 @@ def collect(paths: Iterable[str | Path]) -> Collection:
         if not found:
             raise ValueError(f"{path}: no run folders below it (a run folder has a config.json)")
         known = {r.path.resolve() for r in runs}
-        runs += [_read(p) if p.is_dir() else read_published(p) for p in found if p.resolve() not in known]
+        for place in found:
+            if place.resolve() in known:
+                continue
+            if progress and len(runs) % 250 == 0:
+                progress(f"{len(runs)} of {len(found)} runs read")
+            try:
+                runs.append(_read(place) if place.is_dir() else read_published(place))
+            except ForeignConfig as error:
+                if place.name.endswith(PUBLISHED) or len(found) == 1:
+                    raise ValueError(str(error)) from None
+                foreign.append(place)
+    if foreign and not runs:
+        raise ValueError(f"{foreign[0]}: its config.json is not the config of a run, and there is no other")
     by_cell: dict[str, list[Run]] = {}
     for run in runs:
         by_cell.setdefault(run.cell_id, []).append(run)
-    for id, group in by_cell.items():
-        if len({_identity(run) for run in group}) > 1:
+    for name, group in by_cell.items():
+        # Equal configs are one object (see _whole), so that few of thousands must be compared.
+        if len({_identity(run) for run in {id(run.config["optim"]): run for run in group}.values()}) > 1:
             where = ", ".join(str(run.path) for run in group[:4])
-            raise ValueError(f"{id} has runs of different settings ({where}): report one folder at a time")
-        twice = [run for run in group if sum(run.seed == other.seed for other in group) > 1]
+            raise ValueError(f"{name} has runs of different settings ({where}): report one folder at a time")
+        count = Counter(run.seed for run in group)
+        twice = [run for run in group if count[run.seed] > 1]
         if twice:  # which would count as two seeds, and halve the noise
             where = ", ".join(str(run.path) for run in twice[:4])
-            raise ValueError(f"{id} has seed {twice[0].seed} more than once ({where}): report one of them")
+            raise ValueError(f"{name} has seed {twice[0].seed} more than once ({where}): report one of them")
     cells = {cell.id: cell for cell in experiments.load_cells()}
     results = {
-        id: Result(cell, tuple(sorted(by_cell[cell.source], key=lambda r: r.seed)))
-        for id, cell in cells.items()
+        name: Result(cell, tuple(sorted(by_cell[cell.source], key=lambda r: r.seed)))
+        for name, cell in cells.items()
         if cell.source in by_cell
     }
-    for id, group in by_cell.items():
-        if id not in cells or cells[id].same_as:  # the lab runs that one under the other's name
+    for name, group in by_cell.items():
+        if name not in cells or cells[name].same_as:  # the lab runs that one under the other's name
             config = group[0].config
             paper = Paper("ppl" if config["data"]["name"] in _config.TEXT else "accuracy")
-            cell = Cell(id, config["label"] or config["cell"], group[0].path, {}, {}, paper)
-            results[id] = Result(cell, tuple(group))
-    return Collection(results, tuple(runs))
+            cell = Cell(name, config["label"] or config["cell"], group[0].path, {}, {}, paper)
+            results[name] = Result(cell, tuple(group))
+    return Collection(results, tuple(runs), tuple(foreign))
+
+
+class ForeignConfig(ValueError):
+    """A ``config.json`` of something else than a run."""
 
 
 PUBLISHED = ".run.jsonl"
@@ -317,8 +344,17 @@ def read_published(path: Path) -> Run:
 def _whole(config: Any, path: Path) -> dict[str, Any]:
     """The config, checked; a setting that is younger than the run has its default."""
     if not isinstance(config, dict) or not {"experiment", "cell", "seed"} <= config.keys():
-        raise ValueError(f"{path}: not the config of a run (experiment, cell and seed are needed)")
-    found: dict[str, Any] = json.loads(_config.to_json(_config.from_dict(config, str(path))))
+        raise ForeignConfig(f"{path}: not the config of a run (experiment, cell and seed are needed)")
+    seed = config["seed"]
+    if type(seed) is not int:
+        return dict(_config.to_dict(_config.from_dict(config, str(path))))  # says what is wrong with it
+    # The seeds of a cell share all else, which is parsed and held once.
+    return {**_parsed(json.dumps({**config, "seed": 0}), str(path.parent.parent)), "seed": seed}
+
+
+@lru_cache(maxsize=1024)
+def _parsed(text: str, origin: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(_config.to_json(_config.from_dict(json.loads(text), origin)))
     return found
 
 
@@ -331,10 +367,10 @@ def _identity(run: Run) -> str:
 def _read(folder: Path) -> Run:
     def table(name: str) -> dict[str, Any] | None:
         try:
-            value = json.loads((folder / name).read_text(encoding="utf-8"))
+            value = json.loads(read_plain(folder / name))
         except FileNotFoundError:
             return None
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, RecursionError) as error:
             raise ValueError(f"{folder / name}: cannot be read as JSON: {error}") from None
         return value if isinstance(value, dict) else None
 

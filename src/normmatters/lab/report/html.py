@@ -12,7 +12,7 @@ from string import Template
 from urllib.parse import quote
 
 from normmatters.lab.paper import EXPERIMENTS, Experiment, Panel
-from normmatters.lab.report.collect import METRICS, Collection, Result, Run, describe, differences
+from normmatters.lab.report.collect import METRICS, Collection, Result, describe, differences
 from normmatters.lab.report.figures import DARK, LIGHT, Chart, Series, legend_key, svg
 from normmatters.lab.report.judge import MARKS, Kind, Verdict
 
@@ -41,8 +41,8 @@ def page(collection: Collection, verdicts: Sequence[Verdict], not_run: str = "",
     links = [f'<li><a href="#{escape(e.name)}">{escape(e.title)}{_score(e, verdicts)}</a></li>' for e in sections]
     body = [*(_section(e, collection, verdicts) for e in sections), _claims(sections, verdicts, not_run)]
     links.append('<li><a href="#claims">All claims</a></li>')
-    if collection.unfinished:
-        body.append(_unfinished(collection.unfinished))
+    if collection.unfinished or collection.foreign:
+        body.append(_unfinished(collection))
         links.append('<li><a href="#unfinished">Not finished</a></li>')
     with resources.files("normmatters.lab.report").joinpath("page.html").open(encoding="utf-8") as file:
         template = Template(file.read())
@@ -357,9 +357,9 @@ def _special(r: Result) -> dict[str, str]:
     return found
 
 
-def _unfinished(runs: Sequence[Run]) -> str:
-    items = []
-    for run in runs:
+def _unfinished(collection: Collection) -> str:
+    items = [f"<li><b>{escape(str(path))}</b>: its config.json is no run's</li>" for path in collection.foreign]
+    for run in collection.unfinished:
         reason = str(
             (run.error or {}).get("message") or f"stopped after {len(run.metrics)} epochs; the same command resumes it"
         )

@@ -37,8 +37,9 @@ def markdown(collection: Collection, verdicts: Sequence[Verdict], not_run: str =
             lines += [f"![{e.title}: {panel.title}](figures/{quote(e.name)}-{i}.svg)", ""]
         lines += ["| Cell | Paper | Here | Seeds | Data and network |", "|---|---:|---:|---:|---|"]
         lines += [_result(results[name]) for name in e.rows if name in results]
-    if collection.unfinished:
+    if collection.unfinished or collection.foreign:
         lines += ["", "## Not finished", ""]
+        lines += [f"- {path}: its config.json is no run's" for path in collection.foreign]
         reasons = ((r, (r.error or {}).get("message", "stopped")) for r in collection.unfinished)
         lines += [f"- {r.cell_id}, seed {r.seed}: {_one_line(reason)}" for r, reason in reasons]
     return "\n".join(lines) + "\n"

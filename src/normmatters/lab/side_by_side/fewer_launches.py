@@ -57,7 +57,7 @@ def fewer_launches(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None
 
 
 def _cast_weights(model: nn.Module) -> list[tuple[dict[str, Tensor], str]]:
-    """Where the parameters that autocast would cast are kept; those that are shared or computed stay with autocast."""
+    """Where the parameters are that autocast would cast; those that are shared or computed stay with autocast."""
     places = [
         (m._parameters, name)
         for m in model.modules()

@@ -1,6 +1,6 @@
 """3 × 3 convolutions of few channels, half precision, channels last: output, and the gradients of input and weight.
 
-A CIFAR network's stages have 16 to 64 channels, a few megabytes a tensor. Its convolutions are bound by what passes
+A CIFAR network's stages have 16 to 64 channels, a few megabytes per tensor. Its convolutions are bound by what passes
 through a multiprocessor's load units, and the kernels that a library has for them are made for large products. So a
 program reads few values more than once, and lets the matrix units multiply zeros instead, of which they have plenty:
 

@@ -50,7 +50,7 @@ void for_each_span(const int64_t* starts, int64_t count, Span&& span) {
 }
 
 // One vector of an array. The last one of a row may be partial: its other lanes read 0 and are not written.
-struct Full {
+struct WholeVector {
   template <class T>
   NM_INLINE auto load(const T* p) const { return nm::load(p); }
   template <class T, class V>
@@ -58,7 +58,7 @@ struct Full {
   template <class V>
   NM_INLINE V only(V x) const { return x; }
 };
-struct Partial {
+struct PartOfVector {
   int64_t count;
   template <class T>
   NM_INLINE auto load(const T* p) const { return load_first(p, count); }
@@ -80,13 +80,13 @@ NM_INLINE void for_each_vector(int64_t begin, int64_t end, Body&& body) {
   constexpr int W = kWidth<C>;
   int64_t i = begin;
   for (; i + kUnroll * W <= end; i += kUnroll * W) {
-    body(i, 0, Full{});
-    body(i + W, 1, Full{});
-    body(i + 2 * W, 2, Full{});
-    body(i + 3 * W, 3, Full{});
+    body(i, 0, WholeVector{});
+    body(i + W, 1, WholeVector{});
+    body(i + 2 * W, 2, WholeVector{});
+    body(i + 3 * W, 3, WholeVector{});
   }
-  for (; i + W <= end; i += W) body(i, 0, Full{});
-  if (i < end) body(i, 1, Partial{end - i});
+  for (; i + W <= end; i += W) body(i, 0, WholeVector{});
+  if (i < end) body(i, 1, PartOfVector{end - i});
 }
 
 // The sum of an accumulator's elements, in pairs, then in double.

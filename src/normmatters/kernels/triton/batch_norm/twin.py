@@ -1,0 +1,725 @@
+"""Two L1 batch norms whose sum goes through one ReLU, z = relu(norm₁(x₁) + norm₂(x₂)), in one pass each way.
+
+That is how a residual block ends whose shortcut has a norm of its own. By two operations the second norm's output is
+written and read back, and the gradient behind the ReLU, which is both norms' gradient, written once and read twice
+more. Here the forward pass reads x₁ and x₂ and writes z. The
+backward pass reads g for the three sums Σg, Σg·x̂₁ and Σg·x̂₂, and once more for both inputs' gradients.
+
+Codes stand in two planes, one a norm, as in :mod:`~normmatters.kernels.triton.codes`; what is open they say in the
+first plane only. Lean: four bits a norm, and x̂₂'s are always 1 … 14. Exact: two bits, and one of them for the second
+norm.
+
+LINKED: g comes in two parts. Unlike for one norm, whose residual's gradient is their sum and is written anyway, nobody
+else wants the sum: both kernels add the parts, which moves as many bytes as writing it and needs no room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from normmatters.kernels.operators import Operator, any_requires_grad, in_dtype
+from normmatters.kernels.triton.batch_norm import layout
+from normmatters.kernels.triton.batch_norm.gradient import FROM_CODE, FROM_INPUT, solve
+from normmatters.kernels.triton.batch_norm.layout import (
+    MAX_REGISTERS,
+    Affine,
+    Statistic,
+    View,
+    affine_of,
+    channel_blocks,
+    dense,
+    empty,
+    is_even,
+    memory_format,
+    next_power_of_2,
+    overlapping,
+    statistic_of,
+    stored_format,
+    view_of,
+)
+from normmatters.kernels.triton.batch_norm.statistics import statistics
+from normmatters.kernels.triton.batch_norm.tiles import (
+    L1,
+    ROWS,
+    add_entries,
+    by_group,
+    coarse,
+    coarse_code,
+    has_bit,
+    is_open_code,
+    load_affine,
+    load_tile,
+    load_words,
+    pack,
+    pack_codes,
+    program_part,
+    rows_above,
+    store_words,
+    tile_rows,
+)
+from normmatters.kernels.triton.launch import Launch, cached_plan, wait_for_previous
+from normmatters.norm import RunningStats
+
+# Kernels --------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def twin_normalize_kernel(
+    x1_ptr,
+    x2_ptr,
+    weight1_ptr,
+    bias1_ptr,
+    weight2_ptr,
+    bias2_ptr,
+    stats1_ptr,
+    stats2_ptr,
+    z_ptr,
+    code_ptr,
+    rows,
+    cols,
+    spatial,
+    channels,
+    tiles,
+    CONTIGUOUS: tl.constexpr,
+    EVEN: tl.constexpr,
+    HAS_WEIGHT1: tl.constexpr,
+    HAS_BIAS1: tl.constexpr,
+    HAS_WEIGHT2: tl.constexpr,
+    HAS_BIAS2: tl.constexpr,
+    LEAN: tl.constexpr,
+    SAVE: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """z, and codes [2, row, column].
+
+    One tile of each input at a time: what the next ones bring would not fit the registers. Two tensors on their way are
+    as much as one and its next tile, which is what the kernels of one norm keep there.
+    """
+    wait_for_previous(OVERLAP)
+    _, split, splits, col, inside, channel = program_part(cols, spatial, CONTIGUOUS, False, BLOCK_C)
+    gamma1, beta = load_affine(weight1_ptr, bias1_ptr, channel, inside, HAS_WEIGHT1, HAS_BIAS1)
+    gamma2, beta2 = load_affine(weight2_ptr, bias2_ptr, channel, inside, HAS_WEIGHT2, HAS_BIAS2)
+    beta += beta2
+    mean1 = tl.load(stats1_ptr + channel, mask=inside, other=0.0)
+    inverse1 = tl.load(stats1_ptr + channels + channel, mask=inside, other=0.0)
+    mean2 = tl.load(stats2_ptr + channel, mask=inside, other=0.0)
+    inverse2 = tl.load(stats2_ptr + channels + channel, mask=inside, other=0.0)
+    slope1 = gamma1 * inverse1
+    slope2 = gamma2 * inverse2
+    code2_ptr = code_ptr + tl.cast(tl.cdiv(rows, ROWS), tl.int64) * cols
+    for tile in range(split, tiles, splits):
+        row = tile_rows(tile, BLOCK_R)
+        offset = row.to(tl.int64) * cols + col[None, None, :]
+        mask = row < rows
+        if not EVEN:
+            mask = mask & inside[None, None, :]
+        x2 = load_tile(x2_ptr, tile, col, rows, cols, BLOCK_R, EVEN, False)
+        x1 = load_tile(x1_ptr, tile, col, rows, cols, BLOCK_R, EVEN, False)
+        d2 = x2.to(tl.float32) - mean2[None, None, :]
+        if not EVEN:
+            d2 = tl.where(mask, d2, -1e30)  # what lies outside is not above the mean
+        y = d2 * slope2[None, None, :] + beta[None, None, :]
+        if SAVE:
+            if LEAN:
+                words2 = pack_codes(coarse_code(d2, inverse2))
+            else:
+                words2 = pack(d2 >= 0, 1)
+            store_words(code2_ptr, words2, tile, col, rows, cols, BLOCK_R, EVEN)
+        d1 = x1.to(tl.float32) - mean1[None, None, :]
+        if not EVEN:
+            d1 = tl.where(mask, d1, -1e30)
+        y += d1 * slope1[None, None, :]
+        z = tl.maximum(y, 0.0, propagate_nan=tl.PropagateNan.ALL)  # NaN passes through, as in PyTorch
+        tl.store(z_ptr + offset, z.to(z_ptr.dtype.element_ty), mask=mask)
+        if SAVE:
+            if LEAN:
+                code = coarse_code(d1, inverse1)
+                words1 = pack_codes(tl.where(y > 0, code, tl.where(code >= 8, 15, 0)))
+            else:
+                words1 = pack(d1 >= 0, 1) + pack(y > 0, 2)
+            store_words(code_ptr, words1, tile, col, rows, cols, BLOCK_R, EVEN)
+
+
+@triton.jit
+def added(g, link):
+    """The sum of both parts, rounded as a tensor of its own would be."""
+    return (g.to(tl.float32) + link.to(tl.float32)).to(g.dtype).to(tl.float32)
+
+
+@triton.jit
+def twin_sums_kernel(
+    g_ptr,
+    link_ptr,
+    x1_ptr,
+    x2_ptr,
+    code_ptr,
+    stats1_ptr,
+    stats2_ptr,
+    scratch_ptr,
+    rows,
+    cols,
+    spatial,
+    channels,
+    entries,
+    tiles,
+    LEAN: tl.constexpr,
+    CONTIGUOUS: tl.constexpr,
+    EVEN: tl.constexpr,
+    LINKED: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Partial Σg, Σg·t₁ and Σg·t₂, where t is x−μ or x̂'s code, and Σ[x₁ ≥ μ₁] and Σ[x₂ ≥ μ₂].
+
+    They stand in the scratch behind the coefficients. The counts are made here, not in the forward pass, for here are
+    registers to spare.
+    """
+    wait_for_previous(OVERLAP)
+    part_ptr = scratch_ptr + 6 * channels
+    block, split, splits, col, inside, channel = program_part(cols, spatial, CONTIGUOUS, CONTIGUOUS, BLOCK_C)
+    code2_ptr = code_ptr + tl.cast(tl.cdiv(rows, ROWS), tl.int64) * cols
+    sum_g = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
+    sum1 = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
+    sum2 = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
+    count = tl.zeros((BLOCK_R, BLOCK_C), tl.int32)  # two in one: a thread has less than 2¹⁵ rows, or no memory would do
+    CODE_BITS: tl.constexpr = 4 if LEAN else 2
+    last = tiles - 1 - split
+    g_ahead = load_tile(g_ptr, last, col, rows, cols, BLOCK_R, EVEN, True)
+    if LINKED:
+        link_ahead = load_tile(link_ptr, last, col, rows, cols, BLOCK_R, EVEN, True)
+    words1_ahead = load_words(code_ptr, last, col, rows, cols, BLOCK_R, EVEN)
+    words2_ahead = load_words(code2_ptr, last, col, rows, cols, BLOCK_R, EVEN)
+    if not LEAN:
+        mean1 = tl.load(stats1_ptr + channel, mask=inside, other=0.0)
+        mean2 = tl.load(stats2_ptr + channel, mask=inside, other=0.0)
+    for it in range(split, tiles, splits):
+        tile = tiles - 1 - it
+        following = tl.where(tile >= splits, tile - splits, tiles)
+        g = g_ahead.to(tl.float32)
+        if LINKED:
+            g = added(g_ahead, link_ahead)
+            link_ahead = load_tile(link_ptr, following, col, rows, cols, BLOCK_R, EVEN, True)
+        g_ahead = load_tile(g_ptr, following, col, rows, cols, BLOCK_R, EVEN, True)
+        words1 = words1_ahead
+        words1_ahead = load_words(code_ptr, following, col, rows, cols, BLOCK_R, EVEN)
+        words2 = words2_ahead
+        words2_ahead = load_words(code2_ptr, following, col, rows, cols, BLOCK_R, EVEN)
+        count += rows_above(words1.to(tl.int32), CODE_BITS) + (rows_above(words2.to(tl.int32), CODE_BITS) << 16)
+        if LEAN:
+            g = tl.where(is_open_code(words1), g, 0.0)
+            sum1 += tl.sum(g * coarse(words1), axis=1)
+            sum2 += tl.sum(g * coarse(words2), axis=1)
+        else:
+            x1 = load_tile(x1_ptr, tile, col, rows, cols, BLOCK_R, EVEN, False)
+            x2 = load_tile(x2_ptr, tile, col, rows, cols, BLOCK_R, EVEN, False)
+            g = tl.where(has_bit(words1, 1, 2), g, 0.0)
+            sum1 += tl.sum(g * (x1.to(tl.float32) - mean1[None, None, :]), axis=1)
+            sum2 += tl.sum(g * (x2.to(tl.float32) - mean2[None, None, :]), axis=1)
+        sum_g += tl.sum(g, axis=1)
+
+    entry = block * (BLOCK_C // GROUP) + tl.arange(0, BLOCK_C // GROUP)
+    stored = entry < entries
+    plane = splits * entries
+    out = part_ptr + split * entries + entry
+    tl.store(out, by_group(tl.sum(sum_g, axis=0), GROUP, BLOCK_C), mask=stored)
+    tl.store(out + plane, by_group(tl.sum(sum1, axis=0), GROUP, BLOCK_C), mask=stored)
+    tl.store(out + 2 * plane, by_group(tl.sum(sum2, axis=0), GROUP, BLOCK_C), mask=stored)
+    count1 = tl.sum((count & 0xFFFF).to(tl.float32), axis=0)
+    count2 = tl.sum((count >> 16).to(tl.float32), axis=0)
+    tl.store(out + 3 * plane, by_group(count1, GROUP, BLOCK_C), mask=stored)
+    tl.store(out + 4 * plane, by_group(count2, GROUP, BLOCK_C), mask=stored)
+
+
+@triton.jit
+def finish_norm(
+    sum_g,
+    sum_gt,
+    count,
+    inverse,
+    ratio,
+    gamma,
+    n,
+    constant,
+    coefficient_ptr,
+    dweight_ptr,
+    dbias_ptr,
+    channel,
+    mask,
+    channels,
+    SOURCE: tl.constexpr,
+):
+    """dγ, dβ and A, B, E of one of the norms."""
+    dweight, slope, tilt, even, _ = solve(
+        sum_g, sum_gt, count, inverse, ratio, gamma, gamma, n, constant, L1, SOURCE, 1, 0.0, 0.0
+    )
+    tl.store(dbias_ptr + channel, sum_g, mask=mask)
+    tl.store(dweight_ptr + channel, dweight, mask=mask)
+    tl.store(coefficient_ptr + channel, slope, mask=mask)
+    tl.store(coefficient_ptr + channels + channel, tilt, mask=mask)
+    tl.store(coefficient_ptr + 2 * channels + channel, even, mask=mask)
+
+
+@triton.jit
+def twin_coefficients_kernel(
+    scratch_ptr,
+    weight1_ptr,
+    weight2_ptr,
+    stats1_ptr,
+    stats2_ptr,
+    dweight1_ptr,
+    dbias1_ptr,
+    dweight2_ptr,
+    dbias2_ptr,
+    channels,
+    entries,
+    splits,
+    per_channel,
+    n,
+    constant1,
+    constant2,
+    HAS_WEIGHT1: tl.constexpr,
+    HAS_WEIGHT2: tl.constexpr,
+    LEAN: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Both norms' dγ, dβ and coefficients of dx = A·g + B·[x ≥ μ] + E: [0..2] and [3..5] of the scratch."""
+    SOURCE: tl.constexpr = FROM_CODE if LEAN else FROM_INPUT
+    channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    mask = channel < channels
+    # What the forward pass left is there: the kernel before, which is ours, has waited for it.
+    inverse1 = tl.load(stats1_ptr + channels + channel, mask=mask, other=1.0)
+    ratio1 = tl.load(stats1_ptr + 2 * channels + channel, mask=mask, other=0.0)
+    inverse2 = tl.load(stats2_ptr + channels + channel, mask=mask, other=1.0)
+    ratio2 = tl.load(stats2_ptr + 2 * channels + channel, mask=mask, other=0.0)
+    gamma1, _ = load_affine(weight1_ptr, weight1_ptr, channel, mask, HAS_WEIGHT1, False)
+    gamma2, _ = load_affine(weight2_ptr, weight2_ptr, channel, mask, HAS_WEIGHT2, False)
+    wait_for_previous(OVERLAP)
+    part_ptr = scratch_ptr + 6 * channels
+    plane = splits * entries
+    sum_g, sum1, sum2 = add_entries(part_ptr, plane, channel, mask, splits, entries, per_channel, 3, BLOCK_E, BLOCK_C)
+    count1, count2, _ = add_entries(
+        part_ptr + 3 * plane, plane, channel, mask, splits, entries, per_channel, 2, BLOCK_E, BLOCK_C
+    )
+    finish_norm(
+        sum_g, sum1, count1, inverse1, ratio1, gamma1, n, constant1,
+        scratch_ptr, dweight1_ptr, dbias1_ptr, channel, mask, channels, SOURCE,
+    )  # fmt: skip
+    finish_norm(
+        sum_g, sum2, count2, inverse2, ratio2, gamma2, n, constant2,
+        scratch_ptr + 3 * channels, dweight2_ptr, dbias2_ptr, channel, mask, channels, SOURCE,
+    )  # fmt: skip
+
+
+@triton.jit
+def twin_input_gradient_kernel(
+    g_ptr,
+    link_ptr,
+    code_ptr,
+    coefficient_ptr,
+    dx1_ptr,
+    dx2_ptr,
+    rows,
+    cols,
+    spatial,
+    channels,
+    tiles,
+    LEAN: tl.constexpr,
+    CONTIGUOUS: tl.constexpr,
+    EVEN: tl.constexpr,
+    LINKED: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """dx = A·g + B·[x ≥ μ] + E of both inputs; one tile at a time, as in the forward pass."""
+    wait_for_previous(OVERLAP)
+    _, split, splits, col, inside, channel = program_part(cols, spatial, CONTIGUOUS, False, BLOCK_C)
+    code2_ptr = code_ptr + tl.cast(tl.cdiv(rows, ROWS), tl.int64) * cols
+    slope1 = tl.load(coefficient_ptr + channel, mask=inside, other=0.0)[None, None, :]
+    tilt1 = tl.load(coefficient_ptr + channels + channel, mask=inside, other=0.0)
+    even1 = tl.load(coefficient_ptr + 2 * channels + channel, mask=inside, other=0.0)
+    slope2 = tl.load(coefficient_ptr + 3 * channels + channel, mask=inside, other=0.0)[None, None, :]
+    tilt2 = tl.load(coefficient_ptr + 4 * channels + channel, mask=inside, other=0.0)
+    even2 = tl.load(coefficient_ptr + 5 * channels + channel, mask=inside, other=0.0)
+    for tile in range(split, tiles, splits):
+        row = tile_rows(tile, BLOCK_R)
+        offset = row.to(tl.int64) * cols + col[None, None, :]
+        mask = row < rows
+        if not EVEN:
+            mask = mask & inside[None, None, :]
+        words1 = load_words(code_ptr, tile, col, rows, cols, BLOCK_R, EVEN)
+        words2 = load_words(code2_ptr, tile, col, rows, cols, BLOCK_R, EVEN)
+        part = load_tile(g_ptr, tile, col, rows, cols, BLOCK_R, EVEN, False)
+        g = part.to(tl.float32)
+        if LINKED:
+            g = added(part, load_tile(link_ptr, tile, col, rows, cols, BLOCK_R, EVEN, False))
+        if LEAN:
+            g = tl.where(is_open_code(words1), g, 0.0)
+            above1 = has_bit(words1, 3, 4)
+            above2 = has_bit(words2, 3, 4)
+        else:
+            g = tl.where(has_bit(words1, 1, 2), g, 0.0)
+            above1 = has_bit(words1, 0, 2)
+            above2 = has_bit(words2, 0, 2)
+        # Both sides from g, so that the choice stays in g's layout.
+        dx1 = tl.where(above1, g * slope1 + (even1 + tilt1)[None, None, :], g * slope1 + even1[None, None, :])
+        tl.store(dx1_ptr + offset, dx1.to(dx1_ptr.dtype.element_ty), mask=mask)
+        dx2 = tl.where(above2, g * slope2 + (even2 + tilt2)[None, None, :], g * slope2 + even2[None, None, :])
+        tl.store(dx2_ptr + offset, dx2.to(dx2_ptr.dtype.element_ty), mask=mask)
+
+
+# Launches -------------------------------------------------------------------------------------------------------------
+
+
+def code_shape(view: View, *, lean: bool, save: bool) -> tuple[tuple[int, int, int], torch.dtype]:
+    """Shape and dtype of the codes, in two planes; nothing unless ``save``."""
+    return (2, view.code_rows if save else 0, view.cols), torch.int16 if lean else torch.int8
+
+
+@cached_plan
+def _normalize_plan(view: View, dtype: torch.dtype, first: Affine, second: Affine, lean: bool, save: bool) -> Launch:
+    tiling = layout.tiling_of(view, dtype.itemsize)
+    return overlapping(
+        twin_normalize_kernel,
+        (-(-view.cols // tiling.block_c), tiling.splits),
+        {**view.sizes, "tiles": tiling.tiles},
+        {
+            "CONTIGUOUS": view.spatial > 1,
+            "EVEN": is_even(view, tiling),
+            "HAS_WEIGHT1": first[0] is not None,
+            "HAS_BIAS1": first[1] is not None,
+            "HAS_WEIGHT2": second[0] is not None,
+            "HAS_BIAS2": second[1] is not None,
+            "LEAN": lean,
+            "SAVE": save,
+            "BLOCK_R": tiling.block_r,
+            "BLOCK_C": tiling.block_c,
+        },
+        num_warps=tiling.num_warps,
+        maxnreg=MAX_REGISTERS,
+    )
+
+
+class Normed(NamedTuple):
+    """What the normalization of one input needs: its affine parameters, and (μ, 1/D, s/D) as [3, C]."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+    statistics: Tensor
+
+    @property
+    def affine(self) -> Affine:
+        return affine_of(self.weight, self.bias)
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """Weight and bias for a kernel, which does not look at the absent ones."""
+        return (
+            self.statistics if self.weight is None else self.weight,
+            self.statistics if self.bias is None else self.bias,
+        )
+
+
+def normalize(
+    x1: Tensor, first: Normed, x2: Tensor, second: Normed, *, lean: bool, save: bool
+) -> tuple[Tensor, Tensor]:
+    """relu(norm₁(x₁) + norm₂(x₂)) and its codes. Both inputs are dense in the same memory format."""
+    view = view_of(x1)
+    shape, dtype = code_shape(view, lean=lean, save=save)
+    z, code = torch.empty_like(x1), empty(x1, *shape, dtype=dtype)
+    launch = _normalize_plan(view, x1.dtype, first.affine, second.affine, lean, save)
+    (weight1, bias1), (weight2, bias2) = first.tensors, second.tensors
+    launch(
+        x1_ptr=x1,
+        x2_ptr=x2,
+        weight1_ptr=weight1,
+        bias1_ptr=bias1,
+        weight2_ptr=weight2,
+        bias2_ptr=bias2,
+        stats1_ptr=first.statistics,
+        stats2_ptr=second.statistics,
+        z_ptr=z,
+        code_ptr=code,
+    )
+    return z, code
+
+
+class GradientPlan(NamedTuple):
+    """The launches of :func:`gradient` at one shape; scratch holds the coefficients, then the partial sums."""
+
+    sums: Launch
+    finish: Launch
+    input_gradient: Launch
+    scratch: int
+
+
+@cached_plan
+def _gradient_plan(
+    view: View, dtype: torch.dtype, first: Affine, second: Affine, lean: bool, linked: bool
+) -> GradientPlan:
+    tiling = layout.tiling_of(view, dtype.itemsize)
+    entries, per_channel = tiling.entries(view), view.spatial // tiling.group
+    grid = (-(-view.cols // tiling.block_c), tiling.splits)
+    kind = {"LEAN": lean, "CONTIGUOUS": view.spatial > 1, "EVEN": is_even(view, tiling), "LINKED": linked}
+    blocks = {"BLOCK_R": tiling.block_r, "BLOCK_C": tiling.block_c}
+    sums = overlapping(
+        twin_sums_kernel,
+        grid,
+        {**view.sizes, "entries": entries, "tiles": tiling.tiles},
+        {**kind, "GROUP": tiling.group, **blocks},
+        num_warps=tiling.num_warps,
+        maxnreg=MAX_REGISTERS,
+    )
+    block_c, block_e, programs = channel_blocks(view)
+    finish = overlapping(
+        twin_coefficients_kernel,
+        (programs, 1),
+        {
+            "channels": view.channels,
+            "entries": entries,
+            "splits": tiling.splits,
+            "per_channel": per_channel,
+            "n": view.n,
+        },
+        {
+            "HAS_WEIGHT1": first[0] is not None,
+            "HAS_WEIGHT2": second[0] is not None,
+            "LEAN": lean,
+            "BLOCK_E": min(block_e, next_power_of_2(tiling.splits * per_channel)),
+            "BLOCK_C": block_c,
+        },
+        num_warps=8,
+    )
+    input_gradient = overlapping(
+        twin_input_gradient_kernel,
+        grid,
+        {**view.sizes, "tiles": tiling.tiles},
+        {**kind, **blocks},
+        num_warps=tiling.num_warps,
+        maxnreg=MAX_REGISTERS,
+    )
+    return GradientPlan(sums, finish, input_gradient, 6 * view.channels + 5 * tiling.splits * entries)
+
+
+class Gradients(NamedTuple):
+    """dx, dγ and dβ of each norm."""
+
+    dx1: Tensor
+    dweight1: Tensor
+    dbias1: Tensor
+    dx2: Tensor
+    dweight2: Tensor
+    dbias2: Tensor
+
+
+def gradient(
+    g: Tensor,
+    link: Tensor | None,
+    x1: Tensor,
+    x2: Tensor,
+    code: Tensor,
+    first: Normed,
+    second: Normed,
+    constant1: float,
+    constant2: float,
+    *,
+    lean: bool,
+) -> Gradients:
+    """Both norms' gradients. ``link`` is added to g; of ``x1`` and ``x2`` nothing is read if ``lean``."""
+    view = view_of(g)
+    plan = _gradient_plan(view, g.dtype, first.affine, second.affine, lean, link is not None)
+    scratch = empty(g, plan.scratch)
+    dweight1, dbias1, dweight2, dbias2 = (empty(g, view.channels) for _ in range(4))
+    dx1, dx2 = torch.empty_like(g), torch.empty_like(g)
+    other = g if link is None else link
+    stats1, stats2 = first.statistics, second.statistics
+    plan.sums(
+        g_ptr=g,
+        link_ptr=other,
+        x1_ptr=x1,
+        x2_ptr=x2,
+        code_ptr=code,
+        stats1_ptr=stats1,
+        stats2_ptr=stats2,
+        scratch_ptr=scratch,
+    )
+    plan.finish(
+        scratch_ptr=scratch,
+        weight1_ptr=first.tensors[0],
+        weight2_ptr=second.tensors[0],
+        stats1_ptr=stats1,
+        stats2_ptr=stats2,
+        dweight1_ptr=dweight1,
+        dbias1_ptr=dbias1,
+        dweight2_ptr=dweight2,
+        dbias2_ptr=dbias2,
+        constant1=constant1,
+        constant2=constant2,
+    )
+    plan.input_gradient(g_ptr=g, link_ptr=other, code_ptr=code, coefficient_ptr=scratch, dx1_ptr=dx1, dx2_ptr=dx2)
+    return Gradients(dx1, dweight1, dbias1, dx2, dweight2, dbias2)
+
+
+# Autograd and operators -----------------------------------------------------------------------------------------------
+
+
+class Options(NamedTuple):
+    """What a forward pass is called with beside its tensors."""
+
+    statistic1: Statistic
+    running1: RunningStats
+    statistic2: Statistic
+    running2: RunningStats
+    lean: bool
+    save: bool
+    linked: bool
+
+    def flat(self) -> tuple[Any, ...]:
+        """As the arguments of the operator."""
+        numbers: list[Any] = []
+        for statistic, (mean, var, batches, momentum) in (
+            (self.statistic1, self.running1),
+            (self.statistic2, self.running2),
+        ):
+            numbers += [mean, var, batches, momentum, statistic.eps, statistic.constant]
+        return *numbers, self.lean, self.save, self.linked
+
+    @classmethod
+    def from_flat(cls, *flat: Any) -> Options:
+        """The inverse of :meth:`flat`."""
+        norms: list[Any] = []
+        for mean, var, batches, momentum, eps, constant in (flat[:6], flat[6:12]):
+            norms += [Statistic("l1", 0, constant, eps), RunningStats(mean, var, batches, momentum)]
+        return cls(*norms, *flat[12:])
+
+
+def _forward(
+    x1: Tensor,
+    weight1: Tensor | None,
+    bias1: Tensor | None,
+    x2: Tensor,
+    weight2: Tensor | None,
+    bias2: Tensor | None,
+    options: Options,
+) -> tuple[Tensor, ...]:
+    """The output, its codes (empty unless ``options.save``), both statistics; updates the running ones."""
+    x1 = dense(x1)
+    x2 = x2.contiguous(memory_format=memory_format(x1))
+    # The shortcut's first: it was written last, and what is still in the cache of it is read from there.
+    stats2, _ = statistics(x2, options.statistic2, options.running2)
+    stats1, _ = statistics(x1, options.statistic1, options.running1)
+    first, second = Normed(weight1, bias1, stats1), Normed(weight2, bias2, stats2)
+    z, code = normalize(x1, first, x2, second, lean=options.lean, save=options.save)
+    return z, code, stats1, stats2
+
+
+def _fake_forward(x1: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    *_, options = arguments
+    z = torch.empty_like(x1, memory_format=memory_format(x1))
+    shape, dtype = code_shape(view_of(z), lean=options.lean, save=options.save)
+    stats = (x1.new_empty((3, x1.shape[1]), dtype=torch.float32) for _ in range(2))
+    return z, x1.new_empty(shape, dtype=dtype), *stats
+
+
+def _backward(
+    g: Tensor,
+    link: Tensor | None,
+    x1: Tensor,
+    x2: Tensor,
+    code: Tensor,
+    statistics1: Tensor,
+    statistics2: Tensor,
+    weight1: Tensor | None,
+    weight2: Tensor | None,
+    constant1: float,
+    constant2: float,
+    lean: bool,
+    channels_last: bool,
+) -> Gradients:
+    stored = stored_format(g, channels_last)
+    dense_g = g.contiguous(memory_format=stored)
+    x1, x2 = (dense_g if x is g else x.contiguous(memory_format=stored) for x in (x1, x2))  # as in `operator.py`
+    if link is not None:
+        link = link.contiguous(memory_format=stored)
+    first, second = Normed(weight1, None, statistics1), Normed(weight2, None, statistics2)
+    return gradient(dense_g, link, x1, x2, code, first, second, constant1, constant2, lean=lean)
+
+
+def _fake_backward(g: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    *_, channels_last = arguments
+    stored, channels = stored_format(g, channels_last), g.shape[1]
+    one = (torch.empty_like(g, memory_format=stored), *(g.new_empty(channels, dtype=torch.float32) for _ in range(2)))
+    return (*one, *(torch.empty_like(t) for t in one))
+
+
+def _save(ctx: Any, tensors: tuple[Any, ...], options: Options, results: tuple[Any, ...]) -> None:
+    """Save the inputs (exact), or codes alone (lean)."""
+    x1, weight1, _, x2, weight2, _ = tensors
+    _, code, *stats = results
+    stored = memory_format(x1)
+    inputs = (None, None) if options.lean else (dense(x1), x2.contiguous(memory_format=stored))
+    ctx.save_for_backward(*inputs, code, *stats, weight1, weight2)
+    ctx.linked = options.linked
+    ctx.dtypes = [None if t is None else t.dtype for t in tensors]
+    constants = (options.statistic1.constant, options.statistic2.constant)
+    ctx.arguments = (*constants, options.lean, stored is not torch.contiguous_format)
+
+
+def _gradients(ctx: Any, backward: Callable[..., Any], g: Tensor, link: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Gradients of both norms' x, γ and β."""
+    x1, x2, *others = ctx.saved_tensors
+    computed = backward(
+        g, link if ctx.linked else None, g if x1 is None else x1, g if x2 is None else x2, *others, *ctx.arguments
+    )
+    return tuple(map(in_dtype, computed, ctx.dtypes))
+
+
+_twin_batch_norm = Operator(
+    "twin_batch_norm",
+    forward_schema=(
+        "(Tensor x1, Tensor? weight1, Tensor? bias1, Tensor x2, Tensor? weight2, Tensor? bias2, "
+        "Tensor(a!)? running_mean1, Tensor(b!)? running_var1, Tensor(c!)? batches1, float momentum1, float eps1, "
+        "float constant1, Tensor(d!)? running_mean2, Tensor(e!)? running_var2, Tensor(f!)? batches2, float momentum2, "
+        "float eps2, float constant2, bool lean, bool save, bool linked) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    ),
+    backward_schema=(
+        "(Tensor g, Tensor? link, Tensor x1, Tensor x2, Tensor code, Tensor statistics1, Tensor statistics2, "
+        "Tensor? weight1, Tensor? weight2, float constant1, float constant2, bool lean, bool channels_last) "
+        "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    ),
+    options=Options,
+    forward=_forward,
+    fake_forward=_fake_forward,
+    save=_save,
+    backward=_backward,
+    fake_backward=_fake_backward,
+    gradients=_gradients,
+    links=True,
+)
+
+
+def twin_batch_norm(first: Any, second: Any, *, linked: bool) -> tuple[Tensor, Tensor | None]:
+    """:func:`normmatters.kernels.dispatch.twin_batch_norm`, which has checked the arguments."""
+    x1 = dense(first.input)  # as in `operator.py`
+    x2 = second.input.contiguous(memory_format=memory_format(x1))
+    tensors: list[Tensor | None] = []
+    norms: list[Any] = []
+    for x, (_, norm, weight, bias, running) in ((x1, first), (x2, second)):
+        tensors += [x, *(None if t is None else t.contiguous() for t in (weight, bias))]
+        norms += [statistic_of(norm, x), running]
+    save = torch.is_grad_enabled() and any_requires_grad(*tensors)
+    options = Options(*norms, lean=first.norm.memory == "lean", save=save, linked=linked and save)
+    out = _twin_batch_norm(*tensors, options)
+    return out if options.linked else (out, None)
