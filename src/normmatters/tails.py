@@ -58,7 +58,7 @@ def measure_tails(model: nn.Module, example_input: Any) -> dict[str, Tensor]:
         example_input: a batch of real data: a tensor, a tuple of positional or a dict of keyword arguments.
 
     Returns:
-        By the norm's name one number a channel (batch norm) or a token (layer norm), without those whose input does not
+        By the norm's name one number per channel (batch norm) or token (layer norm), without those whose input does not
         vary. Norms that were not called, or found nothing that varies, are left out.
 
     Example::

@@ -271,7 +271,7 @@ def test_nothing_is_said_about_weights_that_are_not_there(doctor: Doctor) -> Non
 def test_each_norm_that_stays_has_a_reason(doctor: Doctor) -> None:
     _, out, _ = doctor("patients:others", "--input", "8,4")
     assert "--layer-norm" in out
-    assert "convert takes no GroupNorm" in out
+    assert "GroupNorm has no counterpart" in out
 
 
 def test_help_teaches_by_example(doctor: Doctor) -> None:

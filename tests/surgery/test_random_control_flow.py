@@ -84,6 +84,9 @@ LINES = [
     "{v}, {w} = self.{n}({a}), {b}; {v} = self.{r}({v} + {w})",
     "{v} = self.{n}(*[{a}]); {v} = self.{r}(input={v})",
     "{v} = self.{n}({a}); self.last = {v}; {v} = self.act({v}) + self.last",
+    "{w} = {a} * 1; {v} = self.{n}({w}); {w} = self.relu({w}); {v} = self.{r}({v} + {w})",
+    "{w} = {a} * 1; {v} = self.{n}({w}); {w} = doubled({w}); {v} = self.{r}({v} + {w})",
+    "{v} = self.{n}({a}); {w} = reset(self.{n}); {v} = self.{r}({v} + {b})",
     "self.{n}({a}); {v} = {a}",
     "{v} = self.{n}({a}).mean((2, 3), keepdim=True) + {b}",
     "{v} = self.{r}(self.{n}({a}) + self.norm.weight.view(-1, 1, 1))",
@@ -136,8 +139,19 @@ def helper(norm: Any, x: Tensor) -> Any:
     return norm(x)
 
 
+def doubled(x: Tensor) -> Tensor:
+    """In place, where that is allowed."""
+    return x.mul_(2)
+
+
+def reset(norm: nn.BatchNorm2d) -> None:
+    assert norm.running_mean is not None
+    norm.running_mean.mul_(0.5)
+
+
 def network(source: str) -> Any:
     names: dict[str, Any] = {"nn": nn, "torch": torch, "F": F, "checkpoint": checkpoint, "helper": helper}
+    names |= {"doubled": doubled, "reset": reset}
     filename = f"<{hash(source)}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     scope = {**names, "__name__": __name__}

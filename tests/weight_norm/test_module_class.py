@@ -166,7 +166,7 @@ def test_pickle_round_trip_in_a_fresh_process(tmp_path):
         assert isinstance(returned[0], nn.Conv1d)
         remove_weight_norm(returned)  # and it is whole: it can be taken apart
         assert type(returned[0]) is nn.Conv1d
-        assert torch.equal(returned(x), model(x))
+        torch.testing.assert_close(returned(x), model(x))  # the weight is now computed by the plain equation
 
 
 def test_pickled_lstm_computes_the_same_after_a_forward():

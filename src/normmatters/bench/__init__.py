@@ -66,7 +66,7 @@ def run(
     if not smoke and not only and share is None and out is None:
         out = RESULTS
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)  # that it cannot be is told now, not after the first row
+        out.mkdir(parents=True, exist_ok=True)  # an error now, not after the first row
     setup = harness.Setup(place, smoke, selection, share)
     if smoke and share is None:
         print("A smoke run: tensors so small that their times and ratios mean nothing. It shows that every row runs.")

@@ -82,7 +82,7 @@ class Setup:
 
     @cached_property
     def memory_bandwidth(self) -> float:
-        """Bytes a second that an elementwise kernel reads and writes, measured in this very run."""
+        """Bytes per second that an elementwise kernel reads and writes, measured in this very run."""
         return timing.memory_bandwidth(self.device, 2**22 if self.smoke else 2**30 if self.cuda else 2**28)
 
     @cached_property

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import MultiStepLR
 
-from normmatters.bench import timing
+from normmatters.bench import peers, timing
 from normmatters.bench.harness import Row, Setup, Wrong, attempt
 from normmatters.optim import (
     Angular,
@@ -41,26 +41,9 @@ def resnet50_shapes(
     width: int = 64, blocks: tuple[int, ...] = (3, 4, 6, 3), classes: int = 1000
 ) -> dict[str, tuple[int, ...]]:
     """Names and shapes of ResNet-50's parameters: 161 tensors, 25.6 million numbers."""
-    shapes: dict[str, tuple[int, ...]] = {}
-
-    def conv(name: str, out: int, inputs: int, size: int) -> None:
-        shapes[f"{name}.conv.weight"] = (out, inputs, size, size)
-        shapes[f"{name}.bn.weight"] = shapes[f"{name}.bn.bias"] = (out,)
-
-    conv("stem", width, 3, 7)
-    inputs = width
-    for stage, count in enumerate(blocks):
-        inner = width * 2**stage
-        for block in range(count):
-            name = f"layer{stage + 1}.{block}"
-            conv(f"{name}.1", inner, inputs, 1)
-            conv(f"{name}.2", inner, inner, 3)
-            conv(f"{name}.3", 4 * inner, inner, 1)
-            if block == 0:
-                conv(f"{name}.downsample", 4 * inner, inputs, 1)
-            inputs = 4 * inner
-    shapes["fc.weight"], shapes["fc.bias"] = (classes, inputs), (classes,)
-    return shapes
+    with torch.device("meta"):
+        model = peers.ResNet50(depths=blocks, width=width, classes=classes)
+    return {name: tuple(p.shape) for name, p in model.named_parameters()}
 
 
 def rows(setup: Setup) -> Iterator[Row]:
@@ -123,7 +106,7 @@ def check(build: Build, shapes: dict[str, tuple[int, ...]], device: str, steps: 
             step()
     for name, p in own.items():
         error = (p.detach().cpu().double() - reference[name].detach()).abs().max().item()
-        # Numbers up to 5, a handful of float32 roundings a step.
+        # Numbers up to 5, a handful of float32 roundings per step.
         if not error < 1e-5:
             return f"'{name}' is off by {error:.2g} after {steps} steps"
     return ""

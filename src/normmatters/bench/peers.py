@@ -41,7 +41,7 @@ def why_no_compiler(device: torch.device) -> str | None:
 
 
 class NativeBatchNormReLU(nn.Module):
-    """relu(batch norm (+ residual)) as torchvision writes it: in place, so that no memory is spent in vain."""
+    """relu(batch norm (+ residual)) as torchvision writes it: in place, so that no memory is wasted."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()

@@ -69,7 +69,7 @@ COLUMNS: dict[str, list[Column]] = {
         _name("dtype", "dtype"),
         _name("mode", "mode"),
         _name("variant", "variant"),
-        _number("ms a step", "ms", 1),
+        _number("ms per step", "ms", 1),
         _number("÷ native compiled", "ratio"),
         _number("÷ native, same mode", "ratio_same_mode"),
         _number("ms as CUDA graph", "graph_ms", 1),
@@ -89,7 +89,7 @@ COLUMNS: dict[str, list[Column]] = {
     "optim": [
         _name("optimizer", "variant"),
         _name("mode", "mode"),
-        _number("ms a step", "ms", 3),
+        _number("ms per step", "ms", 3),
         _number("÷ SGD(foreach=True)", "ratio"),
         _number("+ ms over it", "added_ms", 3),
     ],
@@ -169,8 +169,8 @@ def _where(data: Mapping[str, Any], rows: Iterable[Mapping[str, Any]]) -> str:
         parts.append(f"commit {whole[:12]}{'+' if whole.endswith('+') else ''}")
     # None is the error of a row without a check of its own: a whole step with weight norm.
     checked = all(row.get("error", 0.0) is not None for row in rows if row["status"] == "ok")
-    said = " Each row was checked against float64 first." if checked else ""
-    return f"<sub>{', '.join(parts)}, {env['date'][:10]}.{said}</sub>"
+    checks = " Each row was checked against float64 first." if checked else ""
+    return f"<sub>{', '.join(parts)}, {env['date'][:10]}.{checks}</sub>"
 
 
 def _chosen(bench: str, rows: Sequence[Row], words: frozenset[str]) -> list[Row]:

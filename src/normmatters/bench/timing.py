@@ -108,7 +108,7 @@ def _undo_capture(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) 
     torch.cuda.synchronize(device)
     index = torch.cuda.current_device() if device.index is None else device.index
     generator = torch.cuda.default_generators[index]
-    generator.graphsafe_set_state(generator.clone_state())  # goes on with the same numbers, but is in no capture
+    generator.graphsafe_set_state(generator.clone_state())  # the same numbers, but part of no capture
     ended = _has_ended(graph)
     graph.reset()
     if not ended:
@@ -192,7 +192,7 @@ def wake(device: torch.device) -> None:
 
 
 def memory_bandwidth(device: torch.device, size: int) -> float:
-    """Bytes a second read and written by an elementwise kernel on ``size`` bytes.
+    """Bytes per second read and written by an elementwise kernel on ``size`` bytes.
 
     Not by ``copy_``: between equal tensors that is left to the driver, which on large GPUs copies more slowly.
     """

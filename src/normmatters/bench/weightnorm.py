@@ -90,7 +90,7 @@ def _model(setup: Setup, variant: str, compile: bool) -> nn.Module:
 
 
 def _parameters(model: nn.Module) -> list[list[Tensor]]:
-    """The parameters behind each convolution's weight: [weight], [v], or [g, v]."""
+    """The parameters that each convolution's weight is computed from: [weight], [v], or [g, v]."""
     found = []
     for layer in _layers(model):
         parametrizations = getattr(layer, "parametrizations", None)

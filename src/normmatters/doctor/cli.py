@@ -254,9 +254,9 @@ def _load(path: Path) -> Any:
         raise
     except Exception as error:  # what is no such file raises whatever its bytes lead to
         # torch's own advice, to unpickle it after all, comes first, and what is wrong with the file last.
-        said = re.search(r"WeightsUnpickler error:\s+(.+)", str(error))
+        reason = re.search(r"WeightsUnpickler error:\s+(.+)", str(error))
         other = re.search(r"GLOBAL (\S+)", str(error))
-        why = f"it holds {other[1]}; save a state_dict" if other else said[1] if said else first_line(error)
+        why = f"it holds {other[1]}; save a state_dict" if other else reason[1] if reason else first_line(error)
         raise ValueError(f"{path} cannot be read as tensors and plain containers: {why}") from None
 
 
@@ -278,7 +278,8 @@ def _print(found: Diagnosis) -> None:
             # Names are there to be copied: a narrow terminal breaks them, but cuts nothing off.
             grid.add_column(table.columns[i], header_style="dim", justify=justify, overflow="fold")
         for row in table.rows:
-            grid.add_row(*(escape(row[i]) for i in columns))
+            # The option of this command, where a note names the argument of ``convert``.
+            grid.add_row(*(escape(row[i].replace("layer_norm=", "--layer-norm")) for i in columns))
         console.print(grid, highlight=False)
         console.print()
     for line in found.summary():

@@ -273,7 +273,7 @@ def diagnose(
     """Look at a model's norms and weights; the model, its gradients and statistics stay as they are.
 
     Args:
-        model: a module, or a ``state_dict``, of which only names and lengths can be told.
+        model: a module, or a ``state_dict``, which tells only names and lengths.
         example_input: a tensor (N, ...), a tuple of positional or a dict of keyword arguments. Without it neither
             scale invariance nor memory is found. Memory is counted at its shape; invariance is tested on the first 8
             samples.
@@ -293,7 +293,7 @@ def diagnose(
         >>> found = diagnose(model, torch.randn(16, 3, 8, 8))
         >>> [(layer.name, layer.norm, layer.becomes, layer.fused) for layer in found.norms]
         [('1', 'BatchNorm2d', 'L1BatchNorm2d', 'relu')]
-        >>> found.norms[0].kept.now == 16 * 8 * 6 * 6 * 4 + 2 * 8 * 4  # the input, and two numbers a channel
+        >>> found.norms[0].kept.now == 16 * 8 * 6 * 6 * 4 + 2 * 8 * 4  # the input, and two numbers per channel
         True
         >>> [(weight.name, weight.invariant) for weight in found.weights]
         [('0.weight', 'channel, dim 0'), ('3.weight', 'no')]
@@ -334,11 +334,9 @@ def diagnose(
     norms = []
     for name, kind in _norms(model):
         change = changes.get(name)
-        left = "left as it is: layer_norm (--layer-norm) converts it" if kind == "LayerNorm" else ""
-        left = left or f"left as it is: convert takes no {kind}"
-        plan = (
-            {"note": left} if change is None else {"becomes": change.after, "fused": change.fused, "note": change.note}
-        )
+        plan = {"note": "not a layer that convert replaces"}
+        if change is not None:
+            plan = {"becomes": change.after, "fused": change.fused, "note": change.note}  # type: ignore[dict-item]
         seen: Any = {"input": inputs.get(name), "kept": kept.get(name), "tails": measured.get(name)}
         norms.append(NormLayer(name, kind, **plan, **seen))  # type: ignore[arg-type]
     weights = _weights(model, example_input if invariance else None, lr, notes)
@@ -381,8 +379,8 @@ def _weights(model: nn.Module, example_input: Any, lr: float, notes: list[str]) 
         invariance = None if found is None else found.get(name)
         steps = invariance is None or invariance.complete
         dim = dims[name] if invariance is None or invariance.granularity is None else invariance.dim
-        said = None if invariance is None else str(invariance)
-        weights.append(_weight(name, w, said, dim, lr if steps else None))
+        words = None if invariance is None else str(invariance)
+        weights.append(_weight(name, w, words, dim, lr if steps else None))
     return tuple(weights)
 
 

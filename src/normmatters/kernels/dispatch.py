@@ -165,7 +165,13 @@ def pooled_batch_norm(
 
 
 class NormedInput(NamedTuple):
-    """An input, the norm that it goes through and its parameters: one side of :func:`twin_batch_norm`."""
+    """An input, the norm that it goes through and its parameters: one side of :func:`twin_batch_norm`.
+
+    ``input`` is (N, C, ...), ``weight`` and ``bias`` are (C,).
+
+    >>> NormedInput(torch.ones(2, 3), Norm.named("l1"), None, None, RunningStats()).norm.kind
+    'l1'
+    """
 
     input: Tensor
     norm: Norm
@@ -177,7 +183,16 @@ class NormedInput(NamedTuple):
 def twin_batch_norm(first: NormedInput, second: NormedInput, *, linked: bool = False) -> tuple[Tensor, Tensor | None]:
     """relu(norm₁(x₁) + norm₂(x₂)) in training, and the link to it if ``linked``, or None.
 
-    For two L1 norms with the same ``memory``, on tensors of one shape, layout and dtype that the kernels serve.
+    For two L1 norms with the same ``memory``, on tensors (N, C, H, W) of one shape, layout and dtype that the kernels
+    serve.
+
+    Example::
+
+        >>> weight, bias = torch.ones(2, 8, device="cuda")
+        >>> x = torch.randn(4, 8, 6, 6, device="cuda")
+        >>> one = NormedInput(x, Norm.named("l1"), weight, bias, RunningStats())
+        >>> twin_batch_norm(one, one)[0].shape
+        torch.Size([4, 8, 6, 6])
     """
     from normmatters.kernels.triton.batch_norm.twin import twin_batch_norm as kernel
 

@@ -58,8 +58,8 @@ def publish(runs: Iterable[str | Path], out: str | Path) -> list[Path]:
         own = run.settings
         for file, settings in kept[files[run.path].parent]:
             if differs := _config.differences(replace(settings, seed=own.seed), own):
-                told = f"{file} holds a run of other settings than {run.path} ({', '.join(differs)})"
-                raise ValueError(f"{told}: remove it")
+                conflict = f"{file} holds a run of other settings than {run.path} ({', '.join(differs)})"
+                raise ValueError(f"{conflict}: remove it")
     for run in chosen:
         file = files[run.path]
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -271,5 +271,7 @@ def _dates(reports: Sequence[tuple[str, Report]]) -> list[str]:
             before += 1
         elif runs[0] != "~":
             rows.append(row(f"{claim.text} ({claim.check})", claim.written, runs))
-    said = f"{before} claims had their cells and margins before any run of these cells. These came after the first one:"
-    return [said, "", "| Claim | Written (UTC) | First published run of its cells |", "|---|---|---|", *rows]
+    intro = (
+        f"{before} claims had their cells and margins before any run of these cells. These came after the first one:"
+    )
+    return [intro, "", "| Claim | Written (UTC) | First published run of its cells |", "|---|---|---|", *rows]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 
 def module_call(module: Any, *arguments: Any) -> Tensor:
@@ -28,10 +28,3 @@ def module_call(module: Any, *arguments: Any) -> Tensor:
         )
     output: Tensor = tracer.create_proxy("call_module", path, arguments, {})
     return output
-
-
-def function_call(function: Any, module: nn.Module, *arguments: Any) -> Any:
-    """The same for a function that is given a module first."""
-    tracer = arguments[0].tracer
-    given = tracer.create_proxy("get_attr", tracer.path_of_module(module), (), {})
-    return tracer.create_proxy("call_function", function, (given, *arguments), {})

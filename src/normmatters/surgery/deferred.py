@@ -125,7 +125,12 @@ class Fusion:
 
     def attr(self, owner: Any, name: str) -> Any:
         """``owner.name``. What is neither a module nor a plain setting may depend on a pending norm: that runs."""
-        if self.pending and not _is_plain_attribute(owner, name):
+        if isinstance(owner, nn.Module) and not hasattr(type(owner), name):
+            if name in owner._modules:  # found here at once: nn.Module looks in three places
+                return owner._modules[name]
+            if isinstance(owner.__dict__.get(name, ...), _SCALARS):
+                return owner.__dict__[name]
+        if self.pending:
             self.flush()
         return getattr(owner, name)
 
@@ -323,9 +328,3 @@ def _takes_pool(d: Deferred, pool: nn.MaxPool2d) -> bool:
 def _alike(input: Tensor, residual: Any) -> bool:
     # An add may broadcast or promote where the fused operation must not.
     return isinstance(residual, Tensor) and residual.shape == input.shape and residual.dtype == input.dtype
-
-
-def _is_plain_attribute(owner: Any, name: str) -> bool:
-    if not isinstance(owner, nn.Module) or hasattr(type(owner), name):
-        return False
-    return name in owner._modules or (name in owner.__dict__ and isinstance(owner.__dict__[name], _SCALARS))

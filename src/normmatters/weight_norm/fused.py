@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from normmatters.kernels.backends import TRITON_MISSING, plain_only
+from normmatters.kernels.backends import plain_only
 from normmatters.kernels.operators import needs_operators
 from normmatters.weight_norm.parametrizations import BoundedWeight, ClassicWeight, weight_norm_of
+from normmatters.weight_norm.precomputed import kernels_on
 
 __all__ = ["WEIGHT_LAYERS", "fuse", "unfuse"]
 
@@ -38,15 +39,15 @@ BUCKET_BYTES = 25 * 2**20
 def fuse(model: M) -> M:
     """Compute all weights of ``model`` that have weight norm together at the start of its forward passes, in place.
 
-    On a GPU this takes a few kernels instead of several for each layer, and under autocast the weights of linear and
+    This takes a few kernels instead of several for each layer, and under autocast the weights of linear and
     convolutional layers come out in the precision they are used in. Values and gradients are those of
     :func:`bounded_weight_norm` and :func:`classic_weight_norm`. Nothing is added to the state dict. Copies of the model
     are fused too.
 
     A layer still computes its own weight outside the model's forward pass, inside ``torch.compile`` (which makes
-    kernels of its own), under a dispatch mode (which must see operators), and where the kernels cannot take it: on a
-    CPU, in float64, Top(k), other p than 1, 2 and ∞, slices along another dimension than 0, sharded weights, a g of
-    another dtype than its v.
+    kernels of its own), under a dispatch mode (which must see operators), and where the kernels cannot take it: Top(k),
+    slices along another dimension than 0, sharded weights, a g of another dtype than its v; on a GPU also float64 and
+    other p than 1, 2 and ∞; on a CPU where the native kernels are missing.
 
     Weights computed together also get their gradients together. In distributed training they are therefore cut into
     groups of about 25 MB, as ``DistributedDataParallel`` cuts gradients, so that their exchange overlaps with the
@@ -124,6 +125,7 @@ class _Layer(NamedTuple):
 class _GroupKey(NamedTuple):
     """What layers whose weights are computed in one call have in common. In most models, all do."""
 
+    kernels: Any  # a module
     device: torch.device
     v: torch.dtype
     dtype: torch.dtype
@@ -151,10 +153,8 @@ class _Fusion:
         # Tensors of function transforms have no memory. Compilers and dispatch modes must see operators; the hooks of
         # the outermost module are compiled apart from its forward, so every weight would leave one graph and enter
         # another. Replicas of DataParallel share this object.
-        if TRITON_MISSING or needs_operators() or plain_only() or getattr(model, "_is_replica", False):
+        if needs_operators() or plain_only() or getattr(model, "_is_replica", False):
             return
-        from normmatters.kernels.triton.weight_norm import WeightGroup
-
         tensors: list[Any] = [x for layer in self.layers for x in layer.tensors()]
         v, rho = tensors[::2], tensors[1::2]
         buckets = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -170,7 +170,7 @@ class _Fusion:
         )
         if signature != self._signature:
             self.groups = [
-                (members, WeightGroup([v[i] for i in members], key.p, key.dtype, key.learned))
+                (members, key.kernels.WeightGroup([v[i] for i in members], key.p, key.dtype, key.learned))
                 for key, members in self._members(v, rho, buckets).items()
             ]
             self._signature = signature
@@ -186,8 +186,6 @@ class _Fusion:
 
     def _members(self, v: list[Any], rho: list[Any], buckets: bool) -> dict[_GroupKey, list[int]]:
         """Which layers' weights the kernels compute together."""
-        from normmatters.kernels.triton.weight_norm import is_learned, why_not
-
         groups: dict[_GroupKey, list[int]] = {}
         total = 0
         for i, (x, r, layer) in enumerate(zip(v, rho, self.layers)):
@@ -195,12 +193,14 @@ class _Fusion:
             # Another shape than at first: the weight is sharded, and whole only when its layer runs.
             if not {type(x), type(r)} <= {nn.Parameter, Tensor} or x.shape != layer.shape:
                 continue
-            if not why_not(x, r, dim=norm.dim, p=norm.p, k=norm.k):
+            kernels = kernels_on(x.device)
+            if kernels is not None and not kernels.why_not(x, r, dim=norm.dim, p=norm.p, k=norm.k):
                 bucket = total // BUCKET_BYTES if buckets else 0
                 total += x.numel() * x.element_size()
                 dtype = _dtype_for(x, layer.low_precision)
                 trained = x.requires_grad or r.requires_grad
-                key = _GroupKey(x.device, x.dtype, dtype, float(norm.p), is_learned(r), trained, bucket)
+                learned = kernels.is_learned(r)
+                key = _GroupKey(kernels, x.device, x.dtype, dtype, float(norm.p), learned, trained, bucket)
                 groups.setdefault(key, []).append(i)
         return groups
 

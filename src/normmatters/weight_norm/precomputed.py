@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["PrecomputedWeight"]
+from normmatters.kernels import backends
+
+__all__ = ["PrecomputedWeight", "kernels_on"]
+
+
+def kernels_on(device: torch.device) -> Any:
+    """The module whose kernels compute weights on this device, or None."""
+    if device.type == "cpu" and not backends.INTERPRETED:
+        return None if backends.NATIVE_MISSING else importlib.import_module("normmatters.kernels.cpu.weight_norm")
+    return None if backends.TRITON_MISSING else importlib.import_module("normmatters.kernels.triton.weight_norm")
 
 
 class PrecomputedWeight:
@@ -55,13 +65,12 @@ class PrecomputedWeight:
             return None
         if self._versions != (v._version, rho._version) or not _dtype_fits(dtype, v):
             return None
-        from normmatters.kernels.triton.weight_norm import WeightGroup, is_learned, why_not
-
-        if why_not(v, rho, dim=0, p=p, k=None):
+        kernels = kernels_on(v.device)
+        if kernels is None or kernels.why_not(v, rho, dim=0, p=p, k=None):
             return None
         key = (v.device, v.dtype, v.shape, v.stride(), dtype)
         if self._group is None or self._group[0] != key:
-            self._group = key, WeightGroup([v], p, dtype, is_learned(rho))
+            self._group = key, kernels.WeightGroup([v], p, dtype, kernels.is_learned(rho))
         # Saved past the hooks of the checkpoint, which count what is saved.
         with torch.autograd.graph.saved_tensors_hooks(_same, _same):
             weight: Tensor = self._group[1]([v], [rho])[0]

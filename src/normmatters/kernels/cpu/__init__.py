@@ -25,7 +25,7 @@ __all__ = ["DTYPES", "Library", "library", "warn_if_missing", "why_not"]
 
 logger = logging.getLogger("normmatters.kernels")
 
-VERSION = 2  # of the C interface; CMakeLists.txt reads it here
+VERSION = 7  # of the C interface; CMakeLists.txt reads it here
 
 #: The dtypes of the kernels and their numbers in C (DType in native/common.h).
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}

@@ -377,8 +377,8 @@ def _read(folder: Path) -> Run:
     config = _whole(table("config.json"), folder / "config.json")
     rows, summary = read_metrics(folder / "metrics.jsonl"), table("summary.json")
     if summary is not None and len(rows) < (epochs := summary.get("epoch", 0)):  # their last line is not its result
-        told = f"finished with {epochs} epochs, but {len(rows)} are left in metrics.jsonl"
-        raise ValueError(f"{folder}: {told}; remove summary.json, and its command brings them back")
+        lost = f"finished with {epochs} epochs, but {len(rows)} are left in metrics.jsonl"
+        raise ValueError(f"{folder}: {lost}; remove summary.json, and its command brings them back")
     return Run(folder, config, table("environment.json") or {}, rows, summary, table("error.json"))
 
 
@@ -456,7 +456,7 @@ def _words(config: dict[str, Any]) -> dict[str, str]:
 
 
 # Settings that ``describe`` tells, that say where data lie, or that change no number.
-_SAID = {
+_DESCRIBED = {
     "data": {"name", "dir", "batch_size", "eval_batch_size", "train_size", "resident", "source", "target", "tokens"}
     | {"train_split", "val_split", "test_split"},
     "model": {"name", "width", "layers", "d_model", "fuse"},
@@ -476,9 +476,9 @@ def _others(config: dict[str, Any]) -> dict[str, str]:
 
     words = {
         key.replace("_", " "): word(value)
-        for section, said in _SAID.items()
+        for section, described in _DESCRIBED.items()
         for key, value in config[section].items()
-        if key not in said
+        if key not in described
     }
     optim = config["optim"]  # these two are by default what all other weights have
     for key, kind in (("last_layer_weight_decay", "classifier"), ("gain_weight_decay", "g")):

@@ -215,8 +215,8 @@ def _sooner(claim: Claim, a: Result, b: Result) -> Outcome:
     target = claim.target or 0.0
     first = [{run.seed: _first_epoch(run, target) for run in result.done} for result in (a, b)]
     reached = [[epoch for epoch in epochs.values() if epoch is not None] for epochs in first]
-    said = [f"epoch {fmean(epochs):.3g}" if epochs else "never" for epochs in reached]
-    measured = f"{said[0]} against {said[1]}"
+    reached_in = [f"epoch {fmean(epochs):.3g}" if epochs else "never" for epochs in reached]
+    measured = f"{reached_in[0]} against {reached_in[1]}"
     if len(reached[0]) < len(first[0]):
         never = not reached[0] and len(reached[1]) == len(first[1])
         enough = min(len(epochs) for epochs in first) >= SEEDS_NEEDED

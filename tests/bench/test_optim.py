@@ -14,7 +14,7 @@ def test_shapes_are_resnet50s():
     shapes = bench.resnet50_shapes()
     assert len(shapes) == 161
     assert sum(math.prod(shape) for shape in shapes.values()) == 25_557_032
-    assert shapes["layer4.2.3.conv.weight"] == (2048, 512, 1, 1)
+    assert shapes["layers.15.conv3.weight"] == (2048, 512, 1, 1)
 
 
 def test_smoke_times_every_optimizer_and_all_checks_pass():

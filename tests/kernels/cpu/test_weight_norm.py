@@ -1,0 +1,133 @@
+"""The native weight norm, beside the same equation in float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from normmatters.functional import bounded_weight
+from normmatters.kernels import cpu
+from normmatters.kernels.cpu.weight_norm import WeightGroup, why_not
+from normmatters.norm import compute_dtype
+from normmatters.weight_norm import apply_weight_norm, fuse, unfuse
+
+pytestmark = pytest.mark.skipif(cpu.library() is None, reason=cpu.why_not())
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+SHAPES = [(3, 1), (5, 16), (4, 3, 3, 3), (2, 7, 5), (2, 147), (1, 9001), (700, 33)]
+
+
+def check(v, rho, p, dtype, g):
+    """Weights and gradients, within roundings of the numbers that each is a sum of."""
+    learned = rho[0].ndim > 0
+    leaves = [x.clone().requires_grad_() for x in v] + [r.clone().requires_grad_(learned) for r in rho]
+    exact = [x.detach().double().requires_grad_(x.requires_grad) for x in leaves]
+    count = len(v)
+    assert not any(why_not(x, r, dim=0, p=p, k=None) for x, r in zip(v, rho))
+    weights = WeightGroup(v, p, dtype, learned)(leaves[:count], leaves[count:])
+    wide = [bounded_weight(x, r, p=p) for x, r in zip(exact[:count], exact[count:])]
+    inputs = slice(None) if learned else slice(count)
+    own = torch.autograd.grad(weights, leaves[inputs], g)
+    expected = torch.autograd.grad(wide, exact[inputs], [x.double() for x in g])
+    inner = 64 * torch.finfo(compute_dtype(v[0].dtype)).eps
+    for w, e, x in zip(weights, wide, v):
+        assert w.dtype == dtype
+        assert w.stride() == x.stride()
+        torch.testing.assert_close(w.double(), e, rtol=torch.finfo(dtype).eps + inner, atol=1e-7)
+    for a, b in zip(own, expected):
+        bound = (torch.finfo(v[0].dtype).eps + inner) * (1 + b.abs().amax().item()) * 4
+        torch.testing.assert_close(a.double(), b, rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("learned", [False, True], ids=["bounded", "classic"])
+@pytest.mark.parametrize("p", [1, 2, 1.5, 3, math.inf])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_weights_and_gradients(dtype, p, learned):
+    torch.manual_seed(0)
+    v = [torch.randn(s, dtype=torch.float64).to(dtype) for s in SHAPES]
+    v[2] = v[2].contiguous(memory_format=torch.channels_last)
+    rho = [torch.randn(len(x), *[1] * (x.ndim - 1)).to(dtype) if learned else torch.tensor(1.7) for x in v]
+    g = [torch.randn(x.shape).to(dtype) for x in v]
+    check(v, rho, p, dtype, g)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_weights_in_another_dtype(dtype):
+    torch.manual_seed(0)
+    v = [torch.randn(s) for s in SHAPES]
+    check(v, [torch.tensor(0.7) for _ in v], 2, dtype, [torch.randn(x.shape).to(dtype) for x in v])
+
+
+@pytest.mark.parametrize("p", [1, 2, 1.5, math.inf])
+def test_rows_that_are_zero_huge_or_tiny_or_tied(p):
+    torch.manual_seed(0)
+    v, g = torch.randn(5, 40), torch.randn(5, 40)
+    v[1] *= 1e30
+    v[2] *= 1e-30
+    v[3] = v[3].sign()
+    (w,) = WeightGroup([v], p, v.dtype)([v], [torch.tensor(1.0)])
+    torch.testing.assert_close(w.double(), bounded_weight(v.double(), 1.0, p=p), rtol=1e-5, atol=1e-7)
+    v[4] = 0
+    leaf, exact = v.clone().requires_grad_(), v.double().requires_grad_()
+    (w,) = WeightGroup([v], p, v.dtype)([leaf], [torch.tensor(1.0)])
+    (own,) = torch.autograd.grad(w, leaf, g)
+    (expected,) = torch.autograd.grad(bounded_weight(exact, 1.0, p=p), exact, g.double())
+    for a, b in zip(own, expected):
+        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4 * b.abs().max().item())
+    assert torch.equal(own[4], g[4])
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("p", [1, 2, 1.5, math.inf])
+def test_bad_numbers_stay_in_their_row(p, bad):
+    v = torch.randn(3, 40)
+    v[1, 5] = bad
+    (w,) = WeightGroup([v], p, v.dtype)([v], [torch.tensor(1.0)])
+    assert w[1].isnan().any()
+    assert w[[0, 2]].isfinite().all()
+
+
+def test_the_number_of_threads_changes_no_bit():
+    torch.manual_seed(0)
+    v, before, results = [torch.randn(300, 700), torch.randn(64, 33)], torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 5, 2):
+            torch.set_num_threads(threads)
+            results.append(WeightGroup(v, 2, v[0].dtype)(v, [torch.tensor(1.0)] * 2))
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other))
+
+
+@pytest.mark.parametrize("kind", ["bounded", "classic"])
+def test_a_fused_model_computes_what_its_layers_do(kind):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 5))
+    apply_weight_norm(model, kind=kind)
+    x = torch.randn(2, 3, 8, 8)
+
+    def gradients():
+        model.zero_grad()
+        y = model(x)
+        y.square().sum().backward()
+        return [y.detach(), *[p.grad.clone() for p in model.parameters()]]
+
+    fused = gradients()
+    unfuse(model)
+    for a, b in zip(fused, gradients()):
+        torch.testing.assert_close(a, b)
+    fuse(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(x).dtype == torch.bfloat16
+    loss = model(x).square().sum()
+    grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    second = torch.autograd.grad(sum(g.square().sum() for g in grads), list(model.parameters()), allow_unused=True)
+    unfuse(model)
+    grads = torch.autograd.grad(model(x).square().sum(), list(model.parameters()), create_graph=True)
+    plain = torch.autograd.grad(sum(g.square().sum() for g in grads), list(model.parameters()), allow_unused=True)
+    for a, b in zip(second, plain):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
