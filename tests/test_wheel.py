@@ -12,7 +12,7 @@ import pytest
 
 import normmatters as nm
 
-pytest.importorskip("hatchling", reason="builds the wheel without a network")
+pytest.importorskip("scikit_build_core", reason="builds the wheel without a network")
 ROOT = Path(__file__).parents[1]
 
 # One process for all: most of its time is importing torch.
@@ -55,15 +55,19 @@ def _run(*words: str, cwd: Path, **env: str) -> str:
     return done.stdout
 
 
-def test_the_wheel_works_away_from_the_repository(tmp_path: Path) -> None:
+def test_the_wheel_works_away_from_the_repository_and_without_a_compiler(tmp_path: Path) -> None:
     pip = ["-m", "pip", "--disable-pip-version-check", "--no-input", "-q"]
-    _run(*pip, "wheel", str(ROOT), "--no-deps", "--no-build-isolation", "-w", str(tmp_path / "dist"), cwd=tmp_path)
+    _run(*pip, "wheel", str(ROOT), "--no-deps", "--no-build-isolation", "-w", str(tmp_path / "dist"), cwd=tmp_path,
+         CXX="/no/compiler", SKBUILD_BUILD_DIR=str(tmp_path / "build"))  # fmt: skip
     (wheel,) = (tmp_path / "dist").iterdir()
-    assert wheel.name == f"normmatters-{nm.__version__}-py3-none-any.whl"
+    assert wheel.name == f"normmatters-{nm.__version__}-py3-none-any.whl"  # no compiler was found
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     assert "normmatters/py.typed" in names
-    assert not {name for name in names if name.startswith(("tests/", "tools/")) or name.endswith(".pyc")}
+    assert not {
+        name for name in names if name.startswith(("tests/", "tools/")) or name.endswith((".pyc", ".so", ".cpp"))
+    }
+    assert any(name.startswith("normmatters/experiments/") for name in names)
     site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
     _run(*pip, "install", "--no-deps", "--no-compile", "--no-index", "--target", str(site), str(wheel), cwd=tmp_path)
     elsewhere.mkdir()

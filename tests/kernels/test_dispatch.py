@@ -111,8 +111,7 @@ def test_the_groups_of_an_input_that_is_copied_are_those_of_the_copy(p, k):
 
 def test_a_cpu_tensor_is_not_interpreted_unless_asked(monkeypatch):
     monkeypatch.setattr(backends, "INTERPRETED", False)
-    backend = called.backend(X.cpu())
-    assert backend == ("hand-derived", "the input is on cpu, and the kernels run on CUDA devices")
+    assert called.backend(X.cpu()).name == ("hand-derived" if backends.NATIVE_MISSING else "cpu")
     assert dispatch.layer_norm_backend(X.cpu(), (4,), Norm()).name in ("cpu", "plain")
 
 

@@ -45,10 +45,15 @@ class Backend(NamedTuple):
     reason: str
 
 
+def _switched_off() -> str:
+    off = os.environ.get("NORMMATTERS_KERNELS", "1") == "0"
+    return "kernels are switched off by NORMMATTERS_KERNELS=0" if off else ""
+
+
 def find_triton() -> str:
     """Why no kernel can run in this process at all; empty if it can."""
-    if os.environ.get("NORMMATTERS_KERNELS", "1") == "0":
-        return "kernels are switched off by NORMMATTERS_KERNELS=0"
+    if _switched_off():
+        return _switched_off()
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     return ""
@@ -56,7 +61,7 @@ def find_triton() -> str:
 
 TRITON_MISSING = find_triton()
 #: Why there are no native CPU kernels in this process; empty if there are.
-NATIVE_MISSING = why_not_library()
+NATIVE_MISSING = _switched_off() or why_not_library()
 # Triton's interpreter (TRITON_INTERPRET=1) runs the kernels on a CPU, thousands of times slower than the equations do:
 # the kernels' own tests ask for it, and nothing else should get it for having the variable set.
 INTERPRETED = os.environ.get("NORMMATTERS_KERNELS") == "interpret"
@@ -157,16 +162,21 @@ def batch_norm_backend(input: Tensor, norm: Norm = _L1, *, training: bool = True
 
     Example::
 
-        >>> batch_norm_backend(torch.randn(8, 3, 4, 4)).name
-        'hand-derived'
+        >>> batch_norm_backend(torch.randn(8, 3, 4, 4)).name in ("cpu", "hand-derived")  # with and without a compiler
+        True
     """
     if emulation.open_contexts and emulation.active() is not None:
         return _EMULATED
     if not training:
         return Backend("plain", "in evaluation the module is torch's own batch norm")
-    reason = why_not_triton(input) or why_not_batch_norm_kernel(input, norm)
-    if not reason:
-        return TRITON
+    if input.device.type == "cpu" and not _runs_kernels(input.device):
+        reason = why_not_native(input)
+        if not reason:
+            return NATIVE
+    else:
+        reason = why_not_triton(input) or why_not_batch_norm_kernel(input, norm)
+        if not reason:
+            return TRITON
     return Backend("hand-derived" if _takes_hand_derived(input) else "plain", reason)
 
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from normmatters.functional.batch_norm import batch_norm as plain_batch_norm
 from normmatters.functional.checks import check_batch_norm, check_layer_norm
 from normmatters.functional.layer_norm import layer_norm as plain_layer_norm
-from normmatters.kernels import backends, emulation, hand_derived
+from normmatters.kernels import backends, cpu, emulation, hand_derived
 from normmatters.kernels.backends import (
     Backend,
     batch_norm_backend,
@@ -36,10 +36,6 @@ __all__ = [
     "rms_norm",
     "twin_batch_norm",
 ]
-
-# What trains a batch norm, by the name of its backend. The kernels take links besides; the equation and the emulated
-# arithmetic also serve evaluation.
-_TRAIN = {"hand-derived": hand_derived.batch_norm}
 
 
 def batch_norm(
@@ -106,6 +102,15 @@ def linked_batch_norm(
         )  # fmt: skip
         _count_after_kernel(running, in_kernel)
         return pair
+    if backend is backends.NATIVE and _are_plain(running.mean, running.var, weight, bias, residual):
+        from normmatters.kernels.cpu.batch_norm import batch_norm as native
+
+        output = native(input, norm, weight, bias, running, residual=residual, act=act)
+        if running.num_batches is not None:
+            running.num_batches.add_(1)
+        return output, None
+    if training and input.device.type == "cpu" and not torch.compiler.is_compiling():
+        cpu.warn_if_missing()
     if training and input.is_cuda:
         log_fallback("batch norm", backend, input)
     if backend.name == "plain":
@@ -115,7 +120,7 @@ def linked_batch_norm(
         assert arithmetic is not None
         output = arithmetic.batch_norm(input, norm, weight, bias, running, training, residual=residual, act=act)
     else:
-        output = _TRAIN[backend.name](input, norm, weight, bias, running, residual=residual, act=act)
+        output = hand_derived.batch_norm(input, norm, weight, bias, running, residual=residual, act=act)
     if running.num_batches is not None:
         running.num_batches.add_(1)
     return output, None
@@ -178,7 +183,8 @@ class NormedInput(NamedTuple):
 def twin_batch_norm(first: NormedInput, second: NormedInput, *, linked: bool = False) -> tuple[Tensor, Tensor | None]:
     """relu(norm₁(x₁) + norm₂(x₂)) in training, and the link to it if ``linked``, or None.
 
-    For two L1 norms with the same ``memory``, on tensors of one shape (N, C, H, W), layout and dtype that the kernels serve.
+    For two L1 norms with the same ``memory``, on tensors (N, C, H, W) of one shape, layout and dtype that the kernels
+    serve.
 
     Example::
 
@@ -220,8 +226,16 @@ _PLAIN_TENSORS = (Tensor, nn.Parameter)
 def _check_plain(*tensors: Tensor | None) -> None:
     """Raise where a kernel would be handed no memory: that breaks the GPU for the whole process."""
     for tensor in tensors:
-        if tensor is not None and type(tensor) not in _PLAIN_TENSORS and has_no_memory(tensor):
+        if not _are_plain(tensor):
             raise TypeError(f"the input is a plain Tensor, so all others must be, got a {type(tensor).__name__}")
+
+
+def _are_plain(*tensors: Tensor | None) -> bool:
+    """Whether each tensor is None or has memory that a kernel can read."""
+    for tensor in tensors:
+        if tensor is not None and type(tensor) not in _PLAIN_TENSORS and has_no_memory(tensor):
+            return False
+    return True
 
 
 def _counted_by_kernel(running: RunningStats, input: Tensor) -> RunningStats:

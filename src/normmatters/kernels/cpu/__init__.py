@@ -25,7 +25,7 @@ __all__ = ["DTYPES", "Library", "library", "warn_if_missing", "why_not"]
 
 logger = logging.getLogger("normmatters.kernels")
 
-VERSION = 6  # of the C interface; CMakeLists.txt reads it here
+VERSION = 7  # of the C interface; CMakeLists.txt reads it here
 
 #: The dtypes of the kernels and their numbers in C (DType in native/common.h).
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
@@ -33,7 +33,7 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 
 #: By what `nm_processor` returns.
 _ISAS = ("baseline", "avx2", "avx512")
 
-_C_TYPES: dict[str, Any] = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "d": ctypes.c_double}
+_C_TYPES: dict[str, Any] = {"s": ctypes.c_char_p, "p": ctypes.c_void_p, "i": ctypes.c_int64, "d": ctypes.c_double}
 
 
 class Library:
@@ -47,7 +47,7 @@ class Library:
             raise OSError(f"{path} has version {version} of the interface, expected {VERSION}: build it again")
 
     def function(self, name: str, arguments: str, returns: str = "") -> ctypes._NamedFuncPointer:
-        """A function of the library; ``p`` stands for a pointer, ``i`` for an int64, ``d`` for a double.
+        """A function of the library; ``p`` is a pointer, ``s`` packed bytes, ``i`` an int64, ``d`` a double.
 
         Pointers are ``tensor.data_ptr()``, or None for NULL.
         """
@@ -71,6 +71,10 @@ def why_not() -> str:
         True
     """
     return _load()[1]
+
+
+# To the compiler a constant: it would look into the cache behind it, and warn of it.
+why_not._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.cache

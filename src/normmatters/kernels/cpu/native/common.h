@@ -162,7 +162,13 @@ NM_INLINE Half<float> narrow(Vec<float> x, bfloat16) {
   return __builtin_convertvector(x == x ? rounded : nan, Half<float>);
 }
 
-NM_INLINE Vec<float> widen(Half<float> h, float16) {
+#if defined(__AVX2__) || defined(__AVX512F__)
+#define NM_CONVERT NM_INLINE
+#else
+#define NM_CONVERT inline __attribute__((noinline))  // long without an instruction for it
+#endif
+
+NM_CONVERT Vec<float> widen(Half<float> h, float16) {
 #if defined(__AVX512F__)
   return (Vec<float>)_mm512_cvtph_ps((__m256i)h);
 #elif defined(__AVX2__)
@@ -178,7 +184,7 @@ NM_INLINE Vec<float> widen(Half<float> h, float16) {
 #endif
 }
 
-NM_INLINE Half<float> narrow(Vec<float> x, float16) {
+NM_CONVERT Half<float> narrow(Vec<float> x, float16) {
 #if defined(__AVX512F__)
   return (Half<float>)_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #elif defined(__AVX2__)
@@ -196,27 +202,40 @@ NM_INLINE Half<float> narrow(Vec<float> x, float16) {
 #endif
 }
 
+// A vector at any address. To the compiler it aliases its elements' type only (a memcpy would alias everything, and
+// every pointer and size would be read again after each store).
+template <class V, class Element>
+struct Unaligned {
+  typedef Element type __attribute__((vector_size(sizeof(V)), aligned(alignof(Element))));
+};
+
 // One vector from memory.
 template <class T>
 NM_INLINE Vec<Compute<T>> load(const T* from) {
   if constexpr (sizeof(T) == sizeof(Compute<T>)) {
-    Vec<T> x;
-    std::memcpy(&x, from, sizeof(x));
-    return x;
+    return *reinterpret_cast<const typename Unaligned<Vec<T>, T>::type*>(from);
   } else {
-    Half<float> h;
-    std::memcpy(&h, from, sizeof(h));
-    return widen(h, T{});
+    return widen(*reinterpret_cast<const typename Unaligned<Half<float>, uint16_t>::type*>(from), T{});
   }
+}
+
+// x, computed before what follows: else the compiler may make a load wait for the mask that is applied to it.
+template <class V>
+NM_INLINE V loaded(V x) {
+#if defined(__AVX512F__)
+  asm("" : "+v"(x));
+#elif defined(__x86_64__)
+  asm("" : "+x"(x));
+#endif
+  return x;
 }
 
 template <class T>
 NM_INLINE void store(T* to, Vec<Compute<T>> x) {
   if constexpr (sizeof(T) == sizeof(Compute<T>)) {
-    std::memcpy(to, &x, sizeof(x));
+    *reinterpret_cast<typename Unaligned<Vec<T>, T>::type*>(to) = x;
   } else {
-    Half<float> h = narrow(x, T{});
-    std::memcpy(to, &h, sizeof(h));
+    *reinterpret_cast<typename Unaligned<Half<float>, uint16_t>::type*>(to) = narrow(x, T{});
   }
 }
 
@@ -299,17 +318,13 @@ inline int64_t num_threads() {
 // then results are the same in every run. `grain`: a thread gets at least this many tasks.
 template <class Body>
 void parallel_for(int64_t tasks, Body&& body, int64_t grain = 1) {
-  if (tasks <= grain) {
-    for (int64_t task = 0; task < tasks; ++task) body(task);
-    return;
-  }
   using Plain = std::remove_reference_t<Body>;
-  torch_parallel_for(
-      0, tasks, grain,
-      [](int64_t begin, int64_t end, void* context) {
-        for (int64_t task = begin; task < end; ++task) (*static_cast<Plain*>(context))(task);
-      },
-      const_cast<void*>(static_cast<const void*>(&body)));
+  const ParallelBody run = [](int64_t begin, int64_t end, void* context) {
+    for (int64_t task = begin; task < end; ++task) (*static_cast<Plain*>(context))(task);
+  };
+  void* context = const_cast<void*>(static_cast<const void*>(&body));
+  if (tasks <= grain) run(0, tasks, context);
+  else torch_parallel_for(0, tasks, grain, run, context);
 }
 
 // The bounds of part `i` of `parts` nearly equal parts of [0, n).

@@ -54,6 +54,12 @@ NM_INLINE void store_pack(T* to, const Pack<C>& x, Partial part) {
   }
 }
 
+template <class C>
+NM_INLINE Pack<C> loaded(Pack<C> x) {
+  NM_EACH(j) x.v[j] = loaded(x.v[j]);
+  return x;
+}
+
 // x, with 0 in the elements that do not exist.
 template <class C>
 NM_INLINE Pack<C> existing(const Pack<C>& x, Full) {
@@ -176,7 +182,9 @@ NM_INLINE Pack<C> choose(uint16_t bits, Pack<C> yes, const Pack<C>& no) {
 
 template <class C>
 NM_INLINE void add_to(double* lanes, const Pack<C>& x) {
-  NM_EACH(j) for (int i = 0; i < kWidth<C>; ++i) lanes[j * kWidth<C> + i] += double(x.v[j][i]);
+  C buffer[kPack];
+  NM_EACH(j) store(buffer + j * kWidth<C>, x.v[j]);
+  for (int i = 0; i < kPack; ++i) lanes[i] += double(buffer[i]);
 }
 #if defined(__AVX512F__)
 NM_INLINE void add_to(double* lanes, const Pack<float>& x) {
@@ -195,14 +203,16 @@ inline double sum_lanes(const double* lanes) {
 
 // f(i, u, part) for each pack of `count` elements; i is where it begins. u is 0, 1, 2 or 3 (a constant), so
 // that four packs in a row can use four sums, which the processor adds at the same time.
-template <class F>
+template <class C, class F>
 NM_INLINE void sweep(int64_t count, F&& f) {
   int64_t i = 0;
-  for (; i + 4 * kPack <= count; i += 4 * kPack) {
-    f(i, std::integral_constant<int, 0>{}, Full{});
-    f(i + kPack, std::integral_constant<int, 1>{}, Full{});
-    f(i + 2 * kPack, std::integral_constant<int, 2>{}, Full{});
-    f(i + 3 * kPack, std::integral_constant<int, 3>{}, Full{});
+  if constexpr (Pack<C>::kVectors == 1) {  // a pack of more vectors has several sums by itself
+    for (; i + 4 * kPack <= count; i += 4 * kPack) {
+      f(i, std::integral_constant<int, 0>{}, Full{});
+      f(i + kPack, std::integral_constant<int, 1>{}, Full{});
+      f(i + 2 * kPack, std::integral_constant<int, 2>{}, Full{});
+      f(i + 3 * kPack, std::integral_constant<int, 3>{}, Full{});
+    }
   }
   for (; i + kPack <= count; i += kPack) f(i, std::integral_constant<int, 0>{}, Full{});
   if (i < count) f(i, std::integral_constant<int, 1>{}, Partial{count - i});

@@ -1,7 +1,23 @@
 // What the loader calls first: which instruction sets the processor has, and PyTorch's threads.
 #include "common.h"
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 namespace nm {
+
+void prefer_large_pages(void* begin, int64_t bytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  constexpr uintptr_t kLarge = 2 << 20;
+  const uintptr_t first = (reinterpret_cast<uintptr_t>(begin) + kLarge - 1) & ~(kLarge - 1);
+  const uintptr_t last = (reinterpret_cast<uintptr_t>(begin) + uintptr_t(bytes)) & ~(kLarge - 1);
+  if (bytes >= (32 << 20) && last > first) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+#else
+  (void)begin, (void)bytes;
+#endif
+}
+
 int32_t (*torch_parallel_for)(int64_t, int64_t, int64_t, ParallelBody, void*) = nullptr;
 int32_t (*torch_get_num_threads)(uint32_t*) = nullptr;
 }  // namespace nm

@@ -1,0 +1,3 @@
+#include "batch_norm.h"
+
+NM_BATCH_NORM(double, float64)
