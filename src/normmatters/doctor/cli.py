@@ -30,6 +30,25 @@ _FILES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 _HOMES = ("state_dict", "model", "model_state_dict", "net", "module")
 
 
+def _print_environment(wanted: bool) -> None:
+    """Print which kernels serve normalizations in this environment, and why not others; then stop."""
+    if not wanted:
+        return
+    import torch
+
+    from normmatters.kernels import backends, cpu
+
+    library = cpu.library()
+    console = Console(soft_wrap=True)
+    console.print(f"torch {torch.__version__}, {torch.get_num_threads()} threads", highlight=False)
+    gpu = backends.TRITON_MISSING or ("" if torch.cuda.is_available() else "torch finds no GPU here")
+    native = backends.NATIVE_MISSING
+    served = "" if library is None else f" ({library.isa}, {library.path})"
+    console.print(f"on a GPU: {'PyTorch: ' + gpu if gpu else 'Triton kernels'}", highlight=False)
+    console.print(f"on a CPU: {'PyTorch: ' + native if native else 'native kernels' + served}", highlight=False)
+    raise typer.Exit
+
+
 def doctor(
     model: Annotated[
         str,
@@ -64,6 +83,12 @@ def doctor(
     dtype: Annotated[str | None, typer.Option(help="Of the activations: float32, float16 or bfloat16.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Leave out the test for scale invariance.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    env: Annotated[
+        bool,
+        typer.Option(
+            "--env", is_eager=True, callback=_print_environment, help="Only say which kernels run here, and why."
+        ),
+    ] = False,
 ) -> None:
     """Which norms a model has, what they do to its weights, what they keep, and what convert would change.
 
