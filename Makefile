@@ -2,13 +2,14 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+NATIVE := CMakeLists.txt $(wildcard src/normmatters/kernels/cpu/native/*)  # built again when they change
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
 
-.PHONY: test lint install wheel-check mutation native bench demo report docs docs-images clean
+.PHONY: test lint install wheel-check mutation native sanitize bench demo report docs docs-images clean
 
 install: $(VENV)/.installed
 
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(VENV)/.installed: pyproject.toml constraints.txt $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install -c constraints.txt torch
 	# The tests interpret the kernels by triton. A GPU build of torch has brought the one that it needs; a CPU build none.
@@ -40,6 +41,15 @@ native:
 	mkdir -p build
 	cmake -S . -B build/native -G Ninja > build/native.log && cmake --build build/native
 
+# The tests of the native CPU kernels under AddressSanitizer and UndefinedBehaviorSanitizer. Leaks are not looked for:
+# Python has its own.
+sanitize: install
+	mkdir -p build
+	cmake -S . -B build/sanitize -G Ninja -DNM_SANITIZE=address,undefined -DNM_OUTPUT=$(CURDIR)/build/sanitize > build/sanitize.log
+	cmake --build build/sanitize
+	LD_PRELOAD=$$(gcc -print-file-name=libasan.so):$$(gcc -print-file-name=libubsan.so):$$(gcc -print-file-name=libstdc++.so) \
+	ASAN_OPTIONS=detect_leaks=0 NORMMATTERS_CPU_LIBRARY=$(CURDIR)/build/sanitize $(BIN)/python -m pytest tests/kernels/cpu
+
 # Ours against the peers on this machine's device: results/bench/*.json and a picture.
 bench: install
 	$(BIN)/python -m normmatters.bench --out results/bench
@@ -52,7 +62,7 @@ demo: $(VENV)/.installed-lab
 report: $(VENV)/.installed-lab
 	$(BIN)/normmatters publish --into README.md --into docs/results.md
 
-$(VENV)/.installed-lab: pyproject.toml constraints.txt
+$(VENV)/.installed-lab: pyproject.toml constraints.txt $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	test $(VENV)/.installed -nt pyproject.toml || $(PIP) install -c constraints.txt torch
 	test $(VENV)/.installed -nt pyproject.toml || $(PIP) install -c constraints.txt -e ".[lab]"

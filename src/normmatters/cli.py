@@ -35,12 +35,12 @@ _HELP = """Norm-aware training, and every figure and table of "Norm matters" by 
 
 [bold]Start here[/]
 
-  normmatters reproduce all       [dim]the whole paper on embedded data, in minutes[/]
-  normmatters reproduce fig1 --preset cifar      [dim]Fig. 1 as it was, on CIFAR-10[/]
+  normmatters reproduce all                      [dim]the whole paper, in minutes[/]
+  normmatters reproduce fig1 --preset cifar      [dim]Fig. 1 on CIFAR-10[/]
   normmatters train my.toml --set model.norm=l1  [dim]a run of your own[/]
-  normmatters explain --lr 0.1 --wd 5e-4         [dim]what the two do together[/]
-  normmatters doctor my.module:net --input 8,3,32,32  [dim]what do my norms do, and cost?[/]
-  normmatters bench layers --smoke               [dim]is L1 batch norm faster here?[/]
+  normmatters explain --lr 0.1 --wd 5e-4         [dim]what these two amount to[/]
+  normmatters doctor my.module:net               [dim]what the norms of a model do[/]
+  normmatters bench layers --smoke               [dim]does the benchmark run here?[/]
 """
 
 app = typer.Typer(
@@ -56,7 +56,7 @@ app.add_typer(data_app, name="data")
 
 DataDir = Annotated[
     Path | None,
-    typer.Option("--data-dir", envvar="NORMMATTERS_DATA", help="Where data sets lie.", show_default="./data"),
+    typer.Option("--data-dir", envvar="NORMMATTERS_DATA", help="Folder with the data sets.", show_default="./data"),
 ]
 Sets = Annotated[
     list[str] | None,
@@ -153,13 +153,14 @@ def reproduce(
             "[bold]short[/]: the same, fewer epochs. [bold]full[/]: ImageNet, WMT14."
         ),
     ] = "quick",
-    data: Annotated[str | None, typer.Option(help="Another data set than the preset's, such as cifar10.")] = None,
+    data: Annotated[str | None, typer.Option(help="A data set in place of the preset's, such as cifar10.")] = None,
     data_dir: DataDir = None,
     seeds: Annotated[
-        int | None, typer.Option(min=1, help="Runs of each cell.", show_default="quick 2, short 2, cifar 3, full 1")
+        int | None,
+        typer.Option(min=1, help="Runs of each cell, one per seed.", show_default="quick 2, short 2, cifar 3, full 1"),
     ] = None,
     jobs: Annotated[
-        int | None, typer.Option(min=1, help="Runs side by side.", show_default="cores; 1 on a GPU")
+        int | None, typer.Option(min=1, help="How many runs train at the same time.", show_default="cores; 1 on a GPU")
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")] = "auto",
     out: Annotated[Path, typer.Option(help="Where run folders and the report go; the preset's name is added.")] = Path(
@@ -167,14 +168,16 @@ def reproduce(
     ),
     published: Annotated[
         Path | None,
-        typer.Option(help="Results that `publish` keeps: what is there is not run again, and is in the report."),
+        typer.Option(
+            help="Folder of published results (see `publish`). They are not run again, and are in the report."
+        ),
     ] = None,
     sets: Sets = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", metavar="", help="Show what would run, and stop.")] = False,
 ) -> None:
     """Redraw the paper's figures and tables from runs of your own.
 
-    Finished runs are not run again and stopped ones are resumed: the same command is always the right one.
+    Run the same command again at any time: finished runs are kept, and stopped runs resume.
 
     [bold]Examples[/]
 
@@ -315,10 +318,12 @@ def _show_report(console: Console, report: Report) -> None:
 
 @app.command(rich_help_panel="Your own runs")
 def train(
-    config: Annotated[Path, typer.Argument(help="A TOML file: a run of your own, or a cell under experiments/.")],
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG", help="A TOML file: a run of your own, or a cell under experiments/.")
+    ],
     sets: Sets = None,
     preset: Annotated[
-        str, typer.Option(help="Which preset of a cell file: [bold]quick[/] (embedded data), short, cifar or full.")
+        str, typer.Option(help="Which preset of a cell: [bold]quick[/] (embedded data), short, cifar or full.")
     ] = "quick",
     seed: Annotated[int | None, typer.Option(help="Random seed; the file's own unless given.")] = None,
     data_dir: DataDir = None,
@@ -328,7 +333,7 @@ def train(
         typer.Option(help="The run's folder.", show_default="runs/EXPERIMENT/CELL/seedN; CELL,KEY=VALUE with --set"),
     ] = None,
     fresh: Annotated[
-        bool, typer.Option("--fresh", metavar="", help="Throw away what the run's folder holds, and begin.")
+        bool, typer.Option("--fresh", metavar="", help="Start anew, and replace what the run's folder holds.")
     ] = False,
 ) -> None:
     """Train one run from a TOML file. A stopped run resumes where it was. Exit code 1 if the loss becomes NaN.

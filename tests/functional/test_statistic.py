@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from normmatters.constants import gaussian_scale
-from normmatters.functional.statistic import scale_and_divisor
+from normmatters.functional.statistic import hypotenuse, scale_and_divisor
 from normmatters.norm import Norm, compute_dtype
 
 
@@ -70,3 +70,15 @@ def test_a_high_power_neither_over_nor_underflows() -> None:
 def test_compute_dtype() -> None:
     assert compute_dtype(torch.float64) == torch.float64
     assert {compute_dtype(d) for d in (torch.float32, torch.float16, torch.bfloat16)} == {torch.float32}
+
+
+def test_the_exported_hypotenuse_is_the_hypotenuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ONNX has no hypot, so an exported program computes it in another way."""
+    s = torch.tensor([0.0, 1e-20, 3e-3, 1.0, 7.0, 1e30], dtype=torch.float32, requires_grad=True)
+    results = []
+    for exporting in (False, True):
+        monkeypatch.setattr(torch.compiler, "is_exporting", lambda exporting=exporting: exporting)
+        value = hypotenuse(s, 1e-5)
+        results.append([value.detach(), *torch.autograd.grad(value.sum(), s)])
+    for plain, exported in zip(*results):
+        torch.testing.assert_close(exported, plain, rtol=8 * torch.finfo(torch.float32).eps, atol=0)

@@ -30,18 +30,39 @@ _FILES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 _HOMES = ("state_dict", "model", "model_state_dict", "net", "module")
 
 
+def _print_environment(wanted: bool) -> None:
+    """Print which kernels serve normalizations in this environment, and why not others; then stop."""
+    if not wanted:
+        return
+    import torch
+
+    from normmatters.kernels import backends, cpu
+
+    library = cpu.library()
+    console = Console(soft_wrap=True)
+    threads = torch.get_num_threads()
+    console.print(f"torch {torch.__version__}, {threads} thread{'s' if threads > 1 else ''}", highlight=False)
+    gpu = backends.TRITON_MISSING or ("" if torch.cuda.is_available() else "torch finds no GPU here")
+    native = backends.NATIVE_MISSING
+    served = "" if library is None else f" ({library.isa}, {library.path})"
+    console.print(f"on a GPU: {f'Triton kernels not used: {gpu}' if gpu else 'Triton kernels'}", highlight=False)
+    console.print(f"on a CPU: {f'plain PyTorch: {native}' if native else 'native kernels' + served}", highlight=False)
+    raise typer.Exit
+
+
 def doctor(
     model: Annotated[
         str,
         typer.Argument(
             metavar="MODEL",
-            help="package.module:name, a module or what returns one; or a checkpoint, .safetensors or .pt.",
+            help="package.module:name of a model, or of a function or class that returns one. "
+            "Or a checkpoint: .safetensors or .pt.",
         ),
     ],
     sets: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", "-s", metavar="KEY=VALUE", help="An argument for what returns the model. May be repeated."
+            "--set", "-s", metavar="KEY=VALUE", help="An argument of that function or class. May be repeated."
         ),
     ] = None,
     weights: Annotated[Path | None, typer.Option(help="A checkpoint to load into the model.")] = None,
@@ -50,22 +71,34 @@ def doctor(
         typer.Option(
             "--input",
             metavar="N,...",
-            help="Shape of a training batch, such as 8,3,32,32; or a .safetensors or .pt file with one, for the tails.",
+            help="Shape of a training batch, such as 8,3,32,32. Or a .safetensors or .pt file with a real batch: "
+            "it also shows how heavy the tails are that a norm sees.",
         ),
     ] = None,
     tokens: Annotated[
-        int | None, typer.Option(min=1, help="The input holds token numbers below this, not real numbers.")
+        int | None, typer.Option(min=1, help="The input holds token numbers below this one, not real numbers.")
     ] = None,
     lr: Annotated[float, typer.Option(help="Learning rate.")] = 0.1,
     wd: Annotated[float, typer.Option("--wd", "--weight-decay", help="Weight decay.")] = 5e-4,
     momentum: Annotated[float, typer.Option(help="Momentum.")] = 0.9,
-    norm: Annotated[str, typer.Option(help="What convert would make of batch norms: l1, linf, topk, 1.5, ...")] = "l1",
-    layer_norm: Annotated[str | None, typer.Option(help="And of layer norms; they are left unless given.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="Of the activations: float32, float16 or bfloat16.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Leave out the test for scale invariance.")] = False,
+    norm: Annotated[
+        str, typer.Option(help="What convert would turn batch norms into: l1, linf, topk, 1.5, ...")
+    ] = "l1",
+    layer_norm: Annotated[str | None, typer.Option(help="The same for layer norms. Without it they stay.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Dtype of the activations: float32, float16 or bfloat16.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Skip the test for scale invariance.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    env: Annotated[
+        bool,
+        typer.Option(
+            "--env",
+            is_eager=True,
+            callback=_print_environment,
+            help="Only say which kernels run here, and why not others. Needs no MODEL.",
+        ),
+    ] = False,
 ) -> None:
-    """Which norms a model has, what they do to its weights, what they keep, and what convert would change.
+    """Which norms a model has, what they do to its weights, what they save for the backward pass, what convert changes.
 
     [bold]Examples[/]
 

@@ -19,7 +19,15 @@ def scale_and_divisor(centered: Tensor, dims: list[int], norm: Norm, C: float, e
         squared = C * C * centered.square().mean(dims, keepdim=True)  # no root of it alone: infinite slope at 0
         return squared, (squared + eps).sqrt()
     s = C * statistic(centered, dims, norm)
-    return s.square(), torch.hypot(s, s.new_full((), math.sqrt(eps)))
+    return s.square(), hypotenuse(s, eps)
+
+
+def hypotenuse(s: Tensor, eps: float) -> Tensor:
+    """√(s² + eps), also where s² overflows."""
+    if torch.compiler.is_exporting():  # ONNX has no hypot
+        size = s.detach().clamp(min=1)
+        return size * ((s / size).square() + eps / size.square()).sqrt()
+    return torch.hypot(s, s.new_full((), math.sqrt(eps)))
 
 
 def statistic(centered: Tensor, dims: list[int], norm: Norm) -> Tensor:

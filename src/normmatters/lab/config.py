@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from normmatters.lab.files import read_plain
-from normmatters.lab.schema import build, convert
+from normmatters.lab.schema import build, convert, meant
 
 DataName = Literal["digits", "cifar10", "imagefolder", "tiny_imagenet", "text", "numbers"]
 ImageModel = Literal["small_cnn", "vgg11", "resnet8", "resnet20", "resnet56", "resnet110", "resnet18", "resnet50"]
@@ -218,7 +218,8 @@ def read_toml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
         table = tomllib.loads(read_plain(path).decode("utf-8-sig"))  # Windows' editors put a mark at its head
     except FileNotFoundError:
         extended = f", which {seen[-1]} extends" if seen else ""
-        raise ValueError(f"{path}: no such config file{extended}") from None
+        near = meant(path.stem, sorted(file.stem for file in path.parent.glob("*.toml")))
+        raise ValueError(f"{path}: no such config file{extended}{near}") from None
     except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -13,10 +13,10 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 def suggest(word: str, known: Iterable[str]) -> str:
     """The tail of an error about an unknown name: what was probably meant, or all that there is."""
     known = list(known)
-    return _meant(word, known) or f"; there are: {', '.join(known)}"
+    return meant(word, known) or f"; there are: {', '.join(known)}"
 
 
-def _meant(word: str, known: list[str]) -> str:
+def meant(word: str, known: list[str]) -> str:
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else ""
 
@@ -60,7 +60,7 @@ def _convert(value: Any, hint: Any, key: str, origin: str) -> Any:
     if result is _NO:
         options = [a for a in _flatten(hint) if isinstance(a, str)]
         expected = f"one of {', '.join(options)}" if options else _describe(hint)
-        near = _meant(value, options) if isinstance(value, str) else ""
+        near = meant(value, options) if isinstance(value, str) else ""
         raise ValueError(f"{origin}: {key} must be {expected}, got {value!r}{near}")
     return result
 

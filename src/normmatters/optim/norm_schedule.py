@@ -20,7 +20,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from normmatters.optim._base import exponents
-from normmatters.optim.channels import Channels, Named, named_weights
+from normmatters.optim.channels import ChannelMeter, Channels, ChannelScaler, Named, named_weights
 from normmatters.optim.correction import StepSizeCorrection
 from normmatters.optim.recording import Form, Recording
 
@@ -92,6 +92,7 @@ class NormSchedule(LRScheduler):
         channels.check_norms_are_free(optimizer)
         channels.check_nonzero(channels.norms(), "the norm")
         self._channels, self._groups = channels, channels.groups(optimizer)
+        self._meter, self._scaler = ChannelMeter(channels, angle=False), ChannelScaler(channels, channels.new_row())
         self._others = others
         if others == "scheduled":
             _check_unmixed(channels, self._groups, optimizer)
@@ -152,9 +153,9 @@ class NormSchedule(LRScheduler):
         for tensor, factor in changes:
             tensor.mul_(factor)
         if target is not None:
-            norms = channels.norms()
-            row = torch.where(norms == 0, 1.0, target / norms)  # a pruned channel stays 0
-            torch._foreach_mul_([w.detach() for w in channels.weights], channels.broadcast(row))
+            norms = self._meter.read_()
+            self._scaler.row.copy_(torch.where(norms == 0, 1.0, target / norms))  # a pruned channel stays 0
+            self._scaler.scale_()
 
     def get_lr(self) -> list[float | Tensor]:
         """The optimizer's learning rates; those of the other groups as scheduled."""

@@ -105,11 +105,13 @@ def explain(lr: float, weight_decay: float, momentum: float = 0.0) -> list[Row]:
         Row(
             "time to equilibrium",
             f"{steps_to_equilibrium(lr, weight_decay, momentum):.4g} steps",
-            "‖w‖⁴, by a factor e: (1−μ)/(4ηλ)",
+            "in which ‖w‖⁴ comes e times closer to it: (1−μ)/(4ηλ)",
         ),
-        Row("memory", f"{1 / (product * total):.4g} steps", "until a direction is forgotten by a factor e: (1−μ)/(ηλ)"),
+        Row(
+            "memory", f"{1 / (product * total):.4g} steps", "in which a gradient's share of w falls to 1/e: (1−μ)/(ηλ)"
+        ),
         Row("effective lr", f"{lr * total:g}", "η/(1−μ)"),
-        Row("lr · weight decay", f"{product:g}", "all that counts in equilibrium, at one momentum"),
+        Row("lr · weight decay", f"{product:g}", "sets the angle and the times, at a given momentum"),
         _weight_decay_free(recipe, bound),
         _angular(recipe),
     ]

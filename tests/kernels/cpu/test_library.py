@@ -52,3 +52,11 @@ def test_a_missing_library_is_reported_once(tmp_path) -> None:
     code = "from normmatters.kernels import cpu; cpu.warn_if_missing(); cpu.warn_if_missing()"
     assert _in_process(code, NORMMATTERS_CPU_LIBRARY=str(tmp_path)).count("native CPU kernels") == 1
     assert _in_process(code, NORMMATTERS_CPU_ISA="off") == ""
+
+
+def test_the_doctor_says_which_kernels_run() -> None:
+    pytest.importorskip("typer")
+    code = "import sys; sys.argv = ['normmatters', 'doctor', '--env']; from normmatters.cli import main; main()"
+    assert "NORMMATTERS_CPU_ISA=off" in _in_process(code, NORMMATTERS_CPU_ISA="off")
+    if cpu.library() is not None:
+        assert "native kernels (baseline" in _in_process(code, NORMMATTERS_CPU_ISA="baseline")

@@ -98,7 +98,8 @@ def _load() -> tuple[Library | None, str]:
     folder = Path(os.environ.get("NORMMATTERS_CPU_LIBRARY") or Path(__file__).parent)
     present = [isa for isa in _ISAS if (folder / f"native_{isa}.so").exists()]
     if "baseline" not in present:
-        return None, "they were not built (there was no C++ compiler at installation)"
+        reason = "was there a C++ compiler at installation?"
+        return None, f"the native kernels are not built: {folder} has no native_baseline.so ({reason})"
     try:
         threads = _torch_threads()
         baseline = Library(folder / "native_baseline.so", "baseline")
