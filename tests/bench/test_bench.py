@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import re
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from normmatters import bench
 from normmatters.bench import __main__ as command
-from normmatters.bench import harness, layers, peers, resnet50, roofline, warmup, weightnorm
+from normmatters.bench import cpu, harness, layers, peers, resnet50, roofline, warmup, weightnorm
 from normmatters.kernels import dispatch
 from normmatters.norm import Norm, RunningStats
 
@@ -24,13 +25,13 @@ MEMORY = {"saved_bytes", "saved_share", "allocated_bytes", "peak_bytes"}
 STEP = {"error", "ms", "fastest_ms", "graph_ms", "after_forward_bytes", "peak_bytes"}
 FIELDS = {
     "layers": TIMED | MEMORY | {"dtype", "layout", "form", "size", "tensor_bytes"},
-    "cpu": TIMED | {"layout", "form", "size"},
+    "cpu": {"part", "dtype", "size", "ms", "samples", "ratio"},
     "layernorm": TIMED | MEMORY | {"dtype", "size"},
     "resnet50": STEP | {"dtype", "mode", "ratio", "ratio_same_mode", "graph_ratio_same_mode", "memory_ratio"},
     "weightnorm": {"part", "mode", "ms", "added_ms", "error"},
     "optim": {"mode", "ms", "ratio"},
 }
-COUNTS = {"layers": 57, "cpu": 12, "layernorm": 8, "resnet50": 10, "weightnorm": 10}
+COUNTS = {"layers": 57, "cpu": 68, "layernorm": 8, "resnet50": 10, "weightnorm": 10}
 
 
 @pytest.fixture(autouse=True)
@@ -328,6 +329,56 @@ def test_some_rows_do_not_replace_the_file_of_all(tmp_path: Path, monkeypatch: p
     assert (tmp_path / "results" / "bench" / "layers.json").exists()
 
 
+def test_a_wrong_kernel_gets_no_number_on_the_cpu_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "linked_batch_norm", _damaged("dx"))
+    words = ["batch_norm", "fp32", "cl", "relu", "l1"]
+    assert bench.run(["cpu"], smoke=True, device="cpu", out=tmp_path, only=words) == 1
+    native, ours = json.loads((tmp_path / "cpu.json").read_text())["rows"]  # what it is compared with comes with it
+    assert (native["status"], native["ratio"]) == ("ok", 1)
+    assert ours["status"] == "WRONG"
+    assert "dx is off by" in ours["note"]
+    assert not {"ms", "fwd_ms", "bwd_ms", "ratio"} & ours.keys()
+
+
+def test_ratios_are_medians_of_samples_taken_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disturbance hits a whole turn, and must not show in the ratio."""
+    clock = [0.0]
+    monkeypatch.setattr(cpu.time, "perf_counter", lambda: clock[0])
+    taken: list[str] = []
+
+    def sample(name: str, ms: float) -> tuple[float, ...]:
+        disturbed = 10 if len(taken) // 2 % 2 else 1
+        taken.append(name)
+        clock[0] += 0.1
+        return ms * disturbed * 1e-3, ms * disturbed * 1e-3
+
+    def prepare(name: str, ms: float) -> cpu.Ready:
+        return cpu.Ready(lambda: sample(name, ms), {"error": 0.5})
+
+    setup = harness.Setup(torch.device("cpu"))
+    variants = {"native": (False, lambda: prepare("native", 2.0)), "l1": (True, lambda: prepare("l1", 1.0))}
+    native, l1 = cpu._group(setup, {"part": "linear"}, variants, "native", elements=1000)
+    assert (native["ratio"], l1["ratio"]) == (1.0, 0.5)
+    assert l1["ns_per_element"] == pytest.approx(l1["ms"] * 1e3)
+    assert l1["ms"] == pytest.approx(l1["fwd_ms"] + l1["bwd_ms"])
+    assert l1["samples"] == native["samples"] >= 5
+    assert taken[2:6] in (["native", "l1", "l1", "native"], ["l1", "native", "native", "l1"])
+
+
+def test_the_network_that_is_timed_must_agree_with_float64() -> None:
+    model = peers.ResNet18(depths=(1, 1), width=8, classes=10)
+    assert 0 < cpu._check_step(copy.deepcopy(model), copy.deepcopy(model)) < 1
+    with pytest.raises(harness.Wrong, match="the loss is off by"):
+        cpu._check_step(torch.nn.Sequential(copy.deepcopy(model), torch.nn.Threshold(0.1, 0.1)), model)
+
+
+def test_resnet18_is_the_one_of_the_paper() -> None:
+    with torch.device("meta"):
+        model = peers.ResNet18()
+    assert sum(p.numel() for p in model.parameters()) == 11_689_512  # as torchvision's
+    assert sum(isinstance(m, torch.nn.Conv2d) for m in model.modules()) == 20
+
+
 def test_shares_of_the_rows_cover_each_row_once_and_measure_nothing(tmp_path: Path) -> None:
     found = []
     for index in range(3):
@@ -384,6 +435,6 @@ def test_the_processes_that_compile_get_a_share_each(monkeypatch: pytest.MonkeyP
 def test_a_terminal_without_the_signs_gets_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", terminal)
-    assert command.main(["cpu", "--smoke", "--only", "cl,relu,native"]) == 0
+    assert command.main(["cpu", "--smoke", "--only", "batch_norm,fp32,cl,relu,native"]) == 0
     terminal.flush()
     assert b"time ? native" in terminal.buffer.getvalue()  # type: ignore[attr-defined]

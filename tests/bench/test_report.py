@@ -123,6 +123,26 @@ def test_filling_a_file_keeps_the_rest_and_changes_nothing_the_second_time(resul
     assert "bf16" not in first
 
 
+def test_the_summary_has_the_mean_and_the_worst_of_each_kind_of_row(results: Path) -> None:
+    l1 = {"part": "batch_norm", "form": "relu", "dtype": "fp32"}
+    rows = [
+        _row("native", 1, 1, 1.0, **l1),
+        _row("l1", 1, 1, 0.4, **l1),
+        _row("l1", 1, 1, 0.9, **l1),
+        _row("l1", 1, 1, 5.0, **{**l1, "part": "linear"}),
+        {**_row("l1", 1, 1, 9.0, **l1), "status": "WRONG"},
+        _row("l1_lean", 1, 1, 0.8, part="step", memory_ratio=0.58),
+    ]
+    (results / "cpu.json").write_text(json.dumps({"bench": "cpu", "environment": ENVIRONMENT, "rows": rows}))
+    filled = report.fill("<!-- bench:cpu summary -->\n<!-- /bench -->", results).splitlines()
+    heads, _, mean, worst = ([cell.strip() for cell in line.split("|")] for line in filled[1:-1])
+    column = heads.index("L1 BN+ReLU, fp32")
+    assert (mean[column], worst[column]) == ("0.60", "0.90")
+    column = heads.index("with lean")
+    assert mean[column] == "0.80 (memory 0.58)"
+    assert mean[heads.index("Top(10)")] == "–"  # not measured
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

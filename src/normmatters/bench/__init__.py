@@ -147,11 +147,11 @@ def axes_of(name: str) -> Axes:
 
 def _bench(name: str) -> tuple[Axes, Callable[[Setup], Iterator[Row]]]:
     """The axes of a benchmark's rows, and the rows."""
-    from normmatters.bench import layernorm, layers, optim, resnet50, weightnorm
+    from normmatters.bench import cpu, layernorm, layers, optim, resnet50, weightnorm
 
     return {
         "layers": (layers.AXES, layers.rows),
-        "cpu": (layers.CPU_AXES, layers.cpu_rows),
+        "cpu": (cpu.AXES, cpu.rows),
         "resnet50": (resnet50.AXES, resnet50.rows),
         "layernorm": (layernorm.AXES, layernorm.rows),
         "weightnorm": (weightnorm.AXES, weightnorm.rows),

@@ -25,7 +25,6 @@ SHAPES: list[Shape] = [(256, channels, size, size) for channels, size in _SIZES]
 # Large and of middle size: what precisions and layouts other than the usual ones are sampled at.
 SAMPLE: list[Shape] = [(256, 256, 56, 56), (256, 128, 28, 28)]
 SMOKE_SHAPES: list[Shape] = [(4, 16, 6, 6)]
-CPU_SHAPES: list[Shape] = [(32, 64, 56, 56), (32, 256, 28, 28)]
 
 
 @dataclass(frozen=True)
@@ -61,11 +60,6 @@ AXES = {
     "size": ["x".join(map(str, shape)) for shape in SHAPES + SMOKE_SHAPES],
     "variant": [v.name for v in VARIANTS],
 }
-CPU_AXES = {
-    "layout": ["cl", "nchw"],
-    "form": ["relu", "add_relu"],
-    "variant": ["native", "l1", "l2"],
-}
 
 
 def rows(setup: Setup) -> Iterator[Row]:
@@ -85,18 +79,6 @@ def rows(setup: Setup) -> Iterator[Row]:
                     elif setup.only.default() and shape not in SAMPLE:
                         wanted = [v for v in wanted if v.name != "naive_l1_compiled"]
                     yield from group(setup, shape, axes, wanted)
-
-
-def cpu_rows(setup: Setup) -> Iterator[Row]:
-    """L1 and L2 against the native batch norm on the CPU, in fp32."""
-    cpu = Setup(torch.device("cpu"), setup.smoke, setup.only)
-    for layout in CPU_AXES["layout"]:
-        for shape in SMOKE_SHAPES if setup.smoke else CPU_SHAPES:
-            for form in CPU_AXES["form"]:
-                axes = {"layout": layout, "form": form}
-                names = [n for n in CPU_AXES["variant"] if setup.only.allows(CPU_AXES, {**axes, "variant": n})]
-                row = {"dtype": "fp32", **axes, "size": "x".join(map(str, shape))}
-                yield from group(cpu, shape, row, [v for v in VARIANTS if v.name in names])
 
 
 def _usual(dtype: str, layout: str, shape: Shape) -> bool:

@@ -87,6 +87,8 @@ class NaiveL1BatchNormReLU(NativeBatchNormReLU):
 class Bottleneck(nn.Module):
     """1 × 1, 3 × 3 (strided), 1 × 1; with attributes named as in torchvision."""
 
+    expansion = 4
+
     def __init__(self, inputs: int, width: int, stride: int, norm: Callable[[int], nn.Module]) -> None:
         super().__init__()
         outputs = 4 * width
@@ -107,11 +109,35 @@ class Bottleneck(nn.Module):
         return self.relu(y)  # type: ignore[no-any-return]
 
 
+class BasicBlock(nn.Module):
+    """3 × 3 (strided), 3 × 3; with attributes named as in torchvision."""
+
+    expansion = 1
+
+    def __init__(self, inputs: int, width: int, stride: int, norm: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(inputs, width, 3, stride, 1, bias=False), norm(width)
+        self.conv2, self.bn2 = nn.Conv2d(width, width, 3, 1, 1, bias=False), norm(width)
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample: nn.Module | None = None
+        if stride != 1 or inputs != width:
+            self.downsample = nn.Sequential(nn.Conv2d(inputs, width, 1, stride, bias=False), norm(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        identity = x if self.downsample is None else self.downsample(x)
+        y = self.relu(self.bn1(self.conv1(x)))
+        y = self.bn2(self.conv2(y))
+        y += identity
+        return self.relu(y)  # type: ignore[no-any-return]
+
+
 class ResNet50(nn.Module):
     """torchvision's ResNet-50, layer for layer; written out so that it needs no torchvision and can be made small.
 
     Shape: (N, 3, H, W) → (N, classes).
     """
+
+    block: type[Bottleneck] | type[BasicBlock] = Bottleneck
 
     def __init__(
         self,
@@ -127,8 +153,8 @@ class ResNet50(nn.Module):
         inputs, blocks = width, []
         for stage, depth in enumerate(depths):
             for index in range(depth):
-                blocks.append(Bottleneck(inputs, width << stage, 2 if stage and not index else 1, norm))
-                inputs = 4 * (width << stage)
+                blocks.append(self.block(inputs, width << stage, 2 if stage and not index else 1, norm))
+                inputs = self.block.expansion * (width << stage)
         self.layers = nn.Sequential(*blocks)
         self.fc = nn.Linear(inputs, classes)
         for module in self.modules():
@@ -138,6 +164,22 @@ class ResNet50(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.layers(self.maxpool(self.relu(self.bn1(self.conv1(x)))))
         return self.fc(x.mean((2, 3)))  # type: ignore[no-any-return]
+
+
+class ResNet18(ResNet50):
+    """torchvision's ResNet-18, built as :class:`ResNet50` is."""
+
+    block = BasicBlock
+
+    def __init__(
+        self,
+        norm: Callable[[int], nn.Module] = nn.BatchNorm2d,
+        *,
+        depths: Sequence[int] = (2, 2, 2, 2),
+        width: int = 64,
+        classes: int = 1000,
+    ) -> None:
+        super().__init__(norm, depths=depths, width=width, classes=classes)
 
 
 def liger(name: str) -> Any:

@@ -2,7 +2,7 @@
 
 ``python -m normmatters.bench.report README.md`` fills every section between ``<!-- bench:NAME -->`` and
 ``<!-- /bench -->`` with the table of ``results/bench/NAME.json``. Words after the name choose rows, as ``--only`` does:
-``<!-- bench:layers cl fp16 native_compiled l1_lean -->``.
+``<!-- bench:layers cl fp16 native_compiled l1_lean -->``. ``<!-- bench:cpu summary -->`` has means and extremes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from normmatters.bench import axes_of
+from normmatters.bench import axes_of, cpu
 from normmatters.bench.harness import passes, replace
 
 Row = Mapping[str, Any]
@@ -63,7 +63,19 @@ _LAYER = [
 _LAYER_NAMES = [_name("dtype", "dtype"), _name("layout", "layout"), _name("form", "form"), _name("shape", "size")]
 COLUMNS: dict[str, list[Column]] = {
     "layers": [*_LAYER_NAMES, _name("variant", "variant"), *_LAYER],
-    "cpu": [*_LAYER_NAMES, _name("variant", "variant"), *_LAYER[:2], _number("time ÷ native", "ratio")],
+    "cpu": [
+        _name("part", "part"),
+        *_LAYER_NAMES,
+        _name("variant", "variant"),
+        _number("ms", "ms", 3),
+        *_LAYER[:2],
+        _number("time ÷ native", "ratio"),
+        _number("passes", "passes", 1),
+        _number("ns per element", "ns_per_element", 3),
+        _number("kept ÷ x", "saved_share"),
+        _number("saved MB", "saved_bytes", 0, _MB),
+        _number("÷ native", "memory_ratio"),
+    ],
     "layernorm": [_name("dtype", "dtype"), _name("shape", "size"), _name("variant", "variant"), *_LAYER],
     "resnet50": [
         _name("dtype", "dtype"),
@@ -94,7 +106,7 @@ COLUMNS: dict[str, list[Column]] = {
         _number("+ ms over it", "added_ms", 3),
     ],
 }
-_WIDTHS = {"shape": 15, "variant": 19, "optimizer": 31, "form": 8, "mode": 8, "part": 7}
+_WIDTHS = {"shape": 15, "variant": 19, "optimizer": 31, "form": 8, "mode": 8, "part": 11}
 
 
 def text_header(bench: str) -> str:
@@ -108,6 +120,8 @@ def with_passes(row: Row, memory_bandwidth: float | None) -> Row:
     for name in ("fwd", "bwd"):
         if memory_bandwidth and f"{name}_ms" in row and "tensor_bytes" in row:
             found[f"{name}_passes"] = passes(row[f"{name}_ms"], memory_bandwidth, row["tensor_bytes"])
+    if memory_bandwidth and "ms" in row and "tensor_bytes" in row:
+        found["passes"] = passes(row["ms"], memory_bandwidth, row["tensor_bytes"])
     return found
 
 
@@ -163,7 +177,8 @@ def _where(data: Mapping[str, Any], rows: Iterable[Mapping[str, Any]]) -> str:
     parts = [env["device"], f"torch {env['torch']}"]
     parts += [f"triton {env['triton']}"] if env.get("cuda") else [f"{env['threads']} threads"]
     if data.get("memory_bandwidth"):
-        parts.append(f"memory {data['memory_bandwidth'] / 1e12:.2f} TB/s")
+        speed = data["memory_bandwidth"]
+        parts.append(f"memory {speed / 1e12:.2f} TB/s" if env.get("cuda") else f"memory {speed / 1e9:.1f} GB/s")
     if env.get("commit"):
         whole = str(env["commit"])
         parts.append(f"commit {whole[:12]}{'+' if whole.endswith('+') else ''}")
@@ -201,7 +216,10 @@ def fill(text: str, results: Path) -> str:
         data = json.loads(path.read_text(encoding="utf-8"))
         if data.get("smoke"):
             raise ValueError(f"{path} is of --smoke, whose times mean nothing: run `normmatters bench {match[2]}`")
-        return f"{match[1]}{markdown(data, match[3].split())}\n{match[4]}"
+        words = match[3].split()
+        if words == ["summary"] and match[2] == "cpu":
+            return f"{match[1]}{cpu.summary(data['rows'])}\n{match[4]}"
+        return f"{match[1]}{markdown(data, words)}\n{match[4]}"
 
     return _SECTION.sub(table, text)
 

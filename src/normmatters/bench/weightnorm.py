@@ -26,7 +26,7 @@ DTYPE = torch.float16
 
 
 def _torch_weight_norm(model: nn.Module) -> None:
-    for layer in _layers(model):
+    for layer in layers_of(model):
         nn.utils.parametrizations.weight_norm(layer)
 
 
@@ -76,7 +76,7 @@ def _usual(setup: Setup, axes: dict[str, str]) -> bool:
     return not setup.smoke and (axes["variant"] not in ("classic", "bounded_l1") or not setup.only.default())
 
 
-def _layers(model: nn.Module) -> list[nn.Conv2d]:
+def layers_of(model: nn.Module) -> list[nn.Conv2d]:
     return [module for module in model.modules() if isinstance(module, nn.Conv2d)]
 
 
@@ -89,16 +89,16 @@ def _model(setup: Setup, variant: str, compile: bool) -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
-def _parameters(model: nn.Module) -> list[list[Tensor]]:
+def parameters_of(model: nn.Module) -> list[list[Tensor]]:
     """The parameters that each convolution's weight is computed from: [weight], [v], or [g, v]."""
     found = []
-    for layer in _layers(model):
+    for layer in layers_of(model):
         parametrizations = getattr(layer, "parametrizations", None)
         found.append([layer.weight] if parametrizations is None else list(parametrizations.weight.parameters()))
     return found
 
 
-def _reference(layer: nn.Conv2d, parameters: list[Tensor], variant: str, g: Tensor) -> list[Tensor]:
+def reference(layer: nn.Conv2d, parameters: list[Tensor], variant: str, g: Tensor) -> list[Tensor]:
     """The weight and the gradients of its parameters, in float64 (F11, or F12 and F13 for the bounded)."""
     exact = [p.detach().double().requires_grad_() for p in parameters]
     if variant == "none":
@@ -115,7 +115,7 @@ def _reference(layer: nn.Conv2d, parameters: list[Tensor], variant: str, g: Tens
 
 def _measure_weights(setup: Setup, variant: str, compile: bool) -> Row:
     model = _model(setup, variant, compile)
-    layers, parameters = _layers(model), _parameters(model)
+    layers, parameters = layers_of(model), parameters_of(model)
     gradients = [torch.empty_like(p[-1], dtype=DTYPE).normal_() for p in parameters]
     leaves = [p for group in parameters for p in group]
 
@@ -142,7 +142,7 @@ def _measure_weights(setup: Setup, variant: str, compile: bool) -> Row:
         error = 0.0
         for layer, group, weight, g in zip(layers, parameters, weights, gradients):
             results = [weight, *(next(flat) for _ in group)]
-            error = max(error, check.compare_weights(results, _reference(layer, group, variant, g), DTYPE))
+            error = max(error, check.compare_weights(results, reference(layer, group, variant, g), DTYPE))
         took = timing.time_calls([both], setup.device, quick=setup.smoke)
     # Launching 50 layers one by one is part of what weight norm costs in eager mode: the time is that without graphs.
     return {
