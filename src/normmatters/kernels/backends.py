@@ -169,7 +169,7 @@ def batch_norm_backend(input: Tensor, norm: Norm = _L1, *, training: bool = True
         return _EMULATED
     if not training:
         return Backend("plain", "in evaluation the module is torch's own batch norm")
-    if input.device.type == "cpu" and not _runs_kernels(input.device):
+    if not (input.is_cuda or _runs_kernels(input.device)) and input.device.type == "cpu":
         reason = why_not_native(input)
         if not reason:
             return NATIVE

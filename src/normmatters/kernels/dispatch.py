@@ -225,9 +225,9 @@ _PLAIN_TENSORS = (Tensor, nn.Parameter)
 
 def _check_plain(*tensors: Tensor | None) -> None:
     """Raise where a kernel would be handed no memory: that breaks the GPU for the whole process."""
-    for tensor in tensors:
-        if not _are_plain(tensor):
-            raise TypeError(f"the input is a plain Tensor, so all others must be, got a {type(tensor).__name__}")
+    if not _are_plain(*tensors):
+        (name, *_) = [type(tensor).__name__ for tensor in tensors if not _are_plain(tensor)]
+        raise TypeError(f"the input is a plain Tensor, so all others must be, got a {name}")
 
 
 def _are_plain(*tensors: Tensor | None) -> bool:

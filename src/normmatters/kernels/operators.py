@@ -117,8 +117,8 @@ class Options(Protocol):
         """As arguments of an operator: tensors, numbers and strings."""
 
     @classmethod
-    def from_flat(cls, *flat: Any) -> Options:
-        """The inverse of :meth:`flat`."""
+    def from_arguments(cls, *arguments: Any) -> Options:
+        """From the forward operator's arguments: the tensors, then what :meth:`flat` gives."""
 
 
 class Operator:
@@ -162,7 +162,7 @@ class Operator:
 
         def unpacked(function: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Tensor, ...]]:
             def call(*arguments: Any) -> tuple[Tensor, ...]:
-                chosen = options.from_flat(*arguments[tensors:])
+                chosen = options.from_arguments(*arguments)
                 output, *others = function(*arguments[:tensors], chosen)
                 link = [_link(output) if chosen.linked else None] if links else []
                 return _without_none((output, *link, *others))
@@ -179,7 +179,7 @@ class Operator:
         def save_operator(ctx: Any, inputs: tuple[Any, ...], results: tuple[Tensor, ...]) -> None:
             others = results[2:] if links else results[1:]
             ctx.mark_non_differentiable(*[t for t in others if t.is_floating_point()])  # of integers autograd knows
-            save(ctx, inputs[:tensors], options.from_flat(*inputs[tensors:]), (results[0], *others))
+            save(ctx, inputs[:tensors], options.from_arguments(*inputs), (results[0], *others))
 
         def operator_gradients(ctx: Any, g: Tensor, *others: Any) -> tuple[Tensor | None, ...]:
             link = others[0] if links else None
@@ -206,10 +206,12 @@ class Operator:
 
     def __call__(self, *arguments: Any) -> Any:
         """The output for ``(*tensors, options)``, or the output and its link if the options say so."""
-        *tensors, options = arguments
         if not needs_operators():
-            with on_device(tensors[0].device):
+            if is_on_current_device(arguments[0]):
                 return self._apply(*arguments)
+            with on_device(arguments[0].device):
+                return self._apply(*arguments)
+        *tensors, options = arguments
         output, *others = self.forward_operator(*tensors, *options.flat())
         return (output, others[0]) if options.linked else output
 
@@ -249,6 +251,12 @@ def in_dtype(gradient: Tensor, dtype: torch.dtype | None) -> Tensor | None:
 
 
 _HERE = contextlib.nullcontext()
+
+
+def is_on_current_device(tensor: Tensor) -> bool:
+    """Whether kernels run where ``tensor`` is: on the current device, or through Triton's interpreter on the CPU."""
+    # Not `current_device()`: there is a tensor on the device, so CUDA needs no looking after.
+    return not tensor.is_cuda or tensor.get_device() == torch._C._cuda_getDevice()
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:

@@ -154,10 +154,19 @@ class LpBatchNorm(_NormBase):
     ) -> tuple[Tensor, Tensor | None]:
         """The normalization and its link; :class:`~normmatters.nn.sync.SyncLpBatchNorm` has its own."""
         running, training = self.running_stats(input)
-        arguments = (input, self.norm, self.weight, self.bias, running, training)
+        parameters = self._parameters
+        try:
+            weight, bias = parameters["weight"], parameters["bias"]
+        except KeyError:  # parametrized
+            weight, bias = self.weight, self.bias
         if pooled:  # a link belongs to what is not pooled
-            return dispatch.pooled_batch_norm(*arguments, residual=residual, act=act), None
-        return dispatch.linked_batch_norm(*arguments, residual=residual, act=act, link=link, linked=linked)
+            output = dispatch.pooled_batch_norm(
+                input, self.norm, weight, bias, running, training, residual=residual, act=act
+            )
+            return output, None
+        return dispatch.linked_batch_norm(
+            input, self.norm, weight, bias, running, training, residual=residual, act=act, link=link, linked=linked
+        )
 
     def reset_parameters(self) -> None:
         """Reset the running statistics, the weight to 1 and the bias to 0."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ class Launch:
     """A kernel at one shape: its grid, its integers and its compile-time constants, in the order of its signature.
 
     A signature names the tensors, the integers, then other numbers, then the constants. A call passes the tensors and
-    the other numbers by keyword, in that order; or as two tuples.
+    the other numbers; :meth:`by_name` takes the tensors by keyword, and checks the names at its first call.
 
     With ``overlaps`` the signature ends with ``OVERLAP``, which is set here, and the kernel waits for the previous one.
     Without ``contracts`` the compiler does not fuse a product and a sum, and each is rounded.
@@ -91,19 +92,20 @@ class Launch:
         self.constants = constants
         self._names = [*integers] if isinstance(integers, dict) else None
         self.options = {"num_warps": num_warps, "maxnreg": maxnreg, "enable_fp_fusion": contracts}
-        self._pointers: int | None = None  # how many tensors a call by keyword passes, once its names have been checked
+        self._names_checked = False
         self._compiled: dict[int, tuple[Any, tuple[Any, ...]]] = {}
         self.overlaps = overlaps
         self._values = (*constants.values(), *([None] if overlaps else []))  # a compiled kernel does not look at them
 
-    def __call__(self, tensors: tuple[Tensor, ...] = (), numbers: tuple[float, ...] = (), **named: Any) -> None:
+    def by_name(self, /, *numbers: float, **tensors: Tensor) -> None:
+        """Launch; ``tensors`` are in the order of the kernel's signature, which is kept for quickness."""
+        if not self._names_checked:
+            self._check_names([*tensors], len(numbers))
+        self(tensors.values(), numbers)
+
+    def __call__(self, tensors: Iterable[Tensor], numbers: tuple[float, ...] = ()) -> None:
         """Launch on the current stream of the first tensor's device."""
-        if named:
-            values = (*named.values(),)
-            if self._pointers is None:
-                self._pointers = self._check_names(named)
-            tensors, numbers = values[: self._pointers], values[self._pointers :]
-        device = tensors[0].get_device()
+        device = next(iter(tensors)).get_device()
         found = self._compiled.get(device)
         if found is not None and not _watched():
             # As integers: the launcher would ask the driver about each tensor's pointer.
@@ -122,14 +124,15 @@ class Launch:
         if compiled is not None and not any(t.data_ptr() & 15 for t in tensors):  # the interpreter gives nothing back
             self._compiled[device] = _launcher(compiled)
 
-    def _check_names(self, named: dict[str, Any]) -> int:
-        """Raise unless tensors, integers, numbers and constants are the kernel's parameters, in its order."""
-        tensors = [name for name, value in named.items() if isinstance(value, Tensor)]
-        numbers = [name for name in named if name not in tensors]
-        given = [*tensors, *(self._names or []), *numbers, *self.constants, *(["OVERLAP"] if self.overlaps else [])]
-        if given != [*self.kernel.arg_names] or [*named] != tensors + numbers:
-            raise TypeError(f"{self.kernel.__name__} takes {[*self.kernel.arg_names]}, got {given}")
-        return len(tensors)
+    def _check_names(self, tensors: list[str], numbers: int) -> None:
+        """Raise unless tensors, integers, so many numbers, and constants are the kernel's parameters in order."""
+        expected = [*self.kernel.arg_names]
+        before = [*tensors, *(self._names or [])]
+        after = [*self.constants, *(["OVERLAP"] if self.overlaps else [])]
+        given = [*before, *expected[len(before) : len(before) + numbers], *after]
+        if given != expected:
+            raise TypeError(f"{self.kernel.__name__} takes {expected}, got {given}")
+        self._names_checked = True
 
 
 def _watched() -> bool:

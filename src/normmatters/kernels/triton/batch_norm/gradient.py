@@ -555,46 +555,49 @@ def gradient(
     dx = torch.empty_like(g)
     # Without a ReLU the residual's gradient is g itself: the caller returns that.
     masked = torch.empty_like(g) if linked or (need_dresidual and variant.relu) else dx
-    affine = {
-        "weight_ptr": statistics if weight is None else weight,
-        "bias_ptr": statistics if bias is None else bias,
-    }
-    plan.sums(
+    if weight is None:
+        weight = statistics
+    if bias is None:
+        bias = statistics
+    plan.sums.by_name(
         g_ptr=g,
         link_ptr=g if link is None else link,
         d_ptr=masked,
         saved_ptr=saved,
         code_ptr=code,
-        **affine,
+        weight_ptr=weight,
+        bias_ptr=bias,
         stats_ptr=statistics,
         scratch_ptr=scratch,
     )
     if plan.finish is not None:
-        plan.finish(
+        plan.finish.by_name(
+            constant,
             scratch_ptr=scratch,
             count_ptr=count,
-            **affine,
+            weight_ptr=weight,
+            bias_ptr=bias,
             stats_ptr=statistics,
             dweight_ptr=dweight,
             dbias_ptr=dbias,
-            constant=constant,
         )
     extremes = index if index is not None and variant.selected else statistics
-    plan.input_gradient(
+    plan.input_gradient.by_name(
+        constant,
         g_ptr=masked if linked else g,
         saved_ptr=saved,
         code_ptr=code,
         stats_ptr=statistics,
         coefficient_ptr=scratch,
         count_ptr=count,
-        **affine,
+        weight_ptr=weight,
+        bias_ptr=bias,
         index_ptr=extremes,
         dx_ptr=dx,
         dresidual_ptr=masked,
         dweight_ptr=dweight,
         dbias_ptr=dbias,
-        constant=constant,
     )
     if plan.scatter is not None:
-        plan.scatter(dx_ptr=dx, index_ptr=extremes, coefficient_ptr=scratch)
+        plan.scatter.by_name(dx_ptr=dx, index_ptr=extremes, coefficient_ptr=scratch)
     return dx, dweight, dbias, masked if need_dresidual and masked is not dx else None

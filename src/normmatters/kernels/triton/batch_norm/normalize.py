@@ -200,7 +200,7 @@ def normalize_kernel(
 # Launch ---------------------------------------------------------------------------------------------------------------
 
 _NOTHING_MOVES = Moved(None, counts=False)
-_NO_NUMBERS = {"constant": 0.0, "momentum": 0.0, "eps": 0.0, "unbias": 0.0}
+_NO_NUMBERS = (0.0, 0.0, 0.0, 0.0)
 
 
 class NormalizePlan(NamedTuple):
@@ -278,7 +278,8 @@ def normalize(
     saved, device = plan.saved, x.device
     code = torch.empty(saved.code, dtype=saved.code_dtype, device=device)
     count = torch.empty(saved.counts, dtype=saved.count_dtype, device=device)
-    plan.launch(
+    plan.launch.by_name(
+        *sums.numbers,
         x_ptr=x,
         residual_ptr=x if residual is None else residual,
         weight_ptr=statistics if weight is None else weight,
@@ -291,6 +292,5 @@ def normalize(
         z_ptr=z,
         code_ptr=code,
         count_ptr=count,
-        **sums.numbers,
     )
     return z, code, count

@@ -14,6 +14,7 @@ The backward pass then gets both gradients, and adds them while it sums them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -40,8 +41,7 @@ class Options(NamedTuple):
 
     statistic: Statistic
     running: RunningStats
-    relu: bool
-    lean: bool
+    variant: Variant
     save: bool
     linked: bool
 
@@ -49,18 +49,16 @@ class Options(NamedTuple):
         """As the arguments of the operator."""
         mean, var, batches, momentum = self.running
         kind, k, constant, eps = self.statistic
-        return mean, var, batches, momentum, eps, kind, k, constant, self.relu, self.lean, self.save, self.linked
+        relu, lean = self.variant.relu, self.variant.lean
+        return mean, var, batches, momentum, eps, kind, k, constant, relu, lean, self.save, self.linked
 
     @classmethod
-    def from_flat(
-        cls, mean: Any, var: Any, batches: Any, momentum: Any, eps: Any, kind: Any, k: Any, constant: Any, *flags: bool
-    ) -> Options:
-        """The inverse of :meth:`flat`."""
-        return cls(Statistic(kind, k, constant, eps), RunningStats(mean, var, batches, momentum), *flags)
-
-    def variant(self, residual: Tensor | None) -> Variant:
-        """Which code of the kernels runs."""
-        return Variant(self.statistic.kind, self.statistic.selected, self.relu, residual is not None, self.lean)
+    def from_arguments(cls, *arguments: Any) -> Options:
+        """From the operator's arguments: the tensors, then what :meth:`flat` gives."""
+        _, _, _, residual, _, mean, var, batches, momentum, eps, kind, k, constant, relu, lean, save, linked = arguments
+        statistic = Statistic(kind, k, constant, eps)
+        variant = Variant(kind, statistic.selected, relu, residual is not None, lean)
+        return cls(statistic, RunningStats(mean, var, batches, momentum), variant, save, linked)
 
 
 Results = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
@@ -88,16 +86,15 @@ def _forward(
         stats, index = statistics.statistics(x, options.statistic, options.running)
     else:
         stats = x.new_empty((3, x.shape[1]), dtype=torch.float32)
-    variant = options.variant(residual)
     z, code, count = normalize.normalize(
-        x, weight, bias, residual, stats, variant, save=options.save, early=True, sums=sums
+        x, weight, bias, residual, stats, options.variant, save=options.save, early=True, sums=sums
     )
     return z, code, count, stats, index
 
 
 def _fake_forward(x: Tensor, weight: Any, bias: Any, residual: Tensor | None, link: Any, options: Options) -> Results:
     z = torch.empty_like(x, memory_format=memory_format(x))
-    saved = normalize.saved_shapes(view_of(z), z.element_size(), options.variant(residual), save=options.save)
+    saved = normalize.saved_shapes(view_of(z), z.element_size(), options.variant, save=options.save)
     code = x.new_empty(saved.code, dtype=saved.code_dtype)
     count = x.new_empty(saved.counts, dtype=saved.count_dtype)
     channels, selected = x.shape[1], options.statistic.selected
@@ -109,7 +106,7 @@ def _save(ctx: Any, tensors: tuple[Any, ...], options: Options, results: Results
     """Save x (exact), the output (lean), or codes alone (lean, where nobody else saves the output)."""
     x, weight, bias, residual, link = tensors
     z, code, count, stats, index = results
-    variant = options.variant(residual)
+    variant = options.variant
     saved = None
     if variant.lean:
         saved = z if variant.inverts_output else None
@@ -222,11 +219,22 @@ def batch_norm(
     linked: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """A batch norm in training, and its link if ``linked``; the dispatcher has checked the arguments."""
-    statistic = statistic_of(norm, x)
+    n = int(x.numel() // x.shape[1])
+    settings = _settings if torch.compiler.is_compiling() else _cached_settings
+    statistic, variant = settings(norm, n, act == "relu", residual is not None)
     x = dense(x)  # here, where autograd sees a copy made: what the node saves then leads to the input
     weight, bias = weight if weight is None else weight.contiguous(), bias if bias is None else bias.contiguous()
-    lean = norm.memory == "lean" and norm.kind == "l1"  # the other statistics' gradients need the input itself
     save = torch.is_grad_enabled() and any_requires_grad(x, weight, bias, residual, link)
-    options = Options(statistic, running, act == "relu", lean, save, linked and save)
-    out = _batch_norm(x, weight, bias, residual, link, options)
-    return out if options.linked else (out, None)
+    linked = linked and save
+    out = _batch_norm(x, weight, bias, residual, link, Options(statistic, running, variant, save, linked))
+    return out if linked else (out, None)
+
+
+def _settings(norm: Norm, n: int, relu: bool, residual: bool) -> tuple[Statistic, Variant]:
+    """The statistic over ``n`` elements per channel, and which code of the kernels runs."""
+    statistic = statistic_of(norm, n)
+    lean = norm.memory == "lean" and norm.kind == "l1"  # the other statistics' gradients need the input itself
+    return statistic, Variant(norm.kind, statistic.selected, relu, residual, lean)
+
+
+_cached_settings = functools.lru_cache(_settings)

@@ -454,7 +454,7 @@ def normalize(
     winner = torch.empty(saved.winner, dtype=x.dtype, device=x.device)
     code = torch.empty(saved.code, dtype=torch.uint8, device=x.device)
     count = torch.empty(saved.counts, dtype=saved.count_dtype, device=x.device)
-    plan.normalize(
+    plan.normalize.by_name(
         x_ptr=x,
         weight_ptr=stats if weight is None else weight,
         bias_ptr=stats if bias is None else bias,
@@ -485,8 +485,9 @@ def gradient(
     dweight = torch.empty(channels, dtype=torch.float32, device=g.device)
     dbias = torch.empty(channels, dtype=torch.float32, device=g.device)
     dx = torch.empty((batch, channels, *size), dtype=g.dtype, device=g.device, memory_format=torch.channels_last)
-    plan.sums(g_ptr=g, winner_ptr=winner, stats_ptr=stats, scratch_ptr=scratch)
-    plan.finish(
+    plan.sums.by_name(g_ptr=g, winner_ptr=winner, stats_ptr=stats, scratch_ptr=scratch)
+    plan.finish.by_name(
+        constant,
         scratch_ptr=scratch,
         count_ptr=count,
         weight_ptr=stats if weight is None else weight,
@@ -494,9 +495,8 @@ def gradient(
         stats_ptr=stats,
         dweight_ptr=dweight,
         dbias_ptr=dbias,
-        constant=constant,
     )
-    plan.input_gradient(g_ptr=g, code_ptr=code, coefficient_ptr=scratch, dx_ptr=dx)
+    plan.input_gradient.by_name(g_ptr=g, code_ptr=code, coefficient_ptr=scratch, dx_ptr=dx)
     return dx, dweight, dbias
 
 
@@ -521,10 +521,9 @@ class Options(NamedTuple):
         return mean, var, batches, momentum, self.statistic.eps, self.statistic.constant, self.save
 
     @classmethod
-    def from_flat(
-        cls, mean: Any, var: Any, batches: Any, momentum: Any, eps: float, constant: float, save: bool
-    ) -> Options:
-        """The inverse of :meth:`flat`."""
+    def from_arguments(cls, *arguments: Any) -> Options:
+        """From the operator's arguments: three tensors, then what :meth:`flat` gives."""
+        _, _, _, mean, var, batches, momentum, eps, constant, save = arguments
         return cls(Statistic("l1", 0, constant, eps), RunningStats(mean, var, batches, momentum), save)
 
 
@@ -618,5 +617,7 @@ def pooled_batch_norm(
     """L1 batch norm in training, ReLU and pool of a channels-last ``x``; the dispatcher has checked them."""
     weight, bias = weight if weight is None else weight.contiguous(), bias if bias is None else bias.contiguous()
     save = torch.is_grad_enabled() and any_requires_grad(x, weight, bias)
-    output: Tensor = _pooled_batch_norm(x, weight, bias, Options(statistic_of(norm, x), running, save))
+    output: Tensor = _pooled_batch_norm(
+        x, weight, bias, Options(statistic_of(norm, int(x.numel() // x.shape[1])), running, save)
+    )
     return output

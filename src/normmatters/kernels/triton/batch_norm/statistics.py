@@ -435,14 +435,14 @@ def statistics(x: Tensor, statistic: Statistic, running: RunningStats) -> tuple[
     out = empty(x, 3, view.channels)
     sums = small_sums(x, statistic, running)
     if sums is not None:
-        small_finalize_launch(view, x.dtype, statistic.kind, sums.moved)(
+        small_finalize_launch(view, x.dtype, statistic.kind, sums.moved).by_name(
+            *sums.numbers,
             x_ptr=x,
             scratch_ptr=sums.scratch,
             stats_ptr=out,
             running_mean_ptr=sums.running_mean,
             running_var_ptr=sums.running_var,
             batches_ptr=sums.batches,
-            **sums.numbers,
         )
         return out, None
     has_running = running.mean is not None or running.var is not None
@@ -454,30 +454,32 @@ def statistics(x: Tensor, statistic: Statistic, running: RunningStats) -> tuple[
     plan = _statistics_plan(view, x.dtype, statistic.kind, statistic.k, moved)
     scratch = empty(x, plan.scratch)
     if plan.pilot is not None:
-        plan.pilot(x_ptr=x, out_ptr=scratch)
+        plan.pilot.by_name(x_ptr=x, out_ptr=scratch)
     extremes = empty(x, plan.extremes) if plan.extremes else scratch
-    plan.moments(x_ptr=x, scratch_ptr=scratch, extreme_ptr=extremes)
+    plan.moments.by_name(x_ptr=x, scratch_ptr=scratch, extreme_ptr=extremes)
     results = {
         "running_mean_ptr": mean,
         "running_var_ptr": var,
         "batches_ptr": out if running.num_batches is None else running.num_batches,
-        **_numbers(statistic, running, plan.unbias),
     }
+    numbers = _numbers(statistic, running, plan.unbias)
     index = None
     if not plan.extremes:
-        plan.finish(x_ptr=x, scratch_ptr=scratch, stats_ptr=out, **results)
+        plan.finish.by_name(*numbers, x_ptr=x, scratch_ptr=scratch, stats_ptr=out, **results)
     else:
         index = empty(x, statistic.selected, view.channels, dtype=torch.int64)
-        plan.finish(x_ptr=x, part_ptr=scratch, extreme_ptr=extremes, stats_ptr=out, index_ptr=index, **results)
+        plan.finish.by_name(
+            *numbers, x_ptr=x, part_ptr=scratch, extreme_ptr=extremes, stats_ptr=out, index_ptr=index, **results
+        )
     for original, moved_copy in ((running.mean, mean), (running.var, var)):
         if original is not None and original is not moved_copy:
             original.copy_(moved_copy)
     return out, index
 
 
-def _numbers(statistic: Statistic, running: RunningStats, unbias: float) -> dict[str, Any]:
-    """The last numbers of every kernel that makes statistics."""
-    return {"constant": statistic.constant, "momentum": running.momentum, "eps": statistic.eps, "unbias": unbias}
+def _numbers(statistic: Statistic, running: RunningStats, unbias: float) -> tuple[Any, ...]:
+    """What every kernel that makes statistics takes: constant, momentum, eps, unbias."""
+    return statistic.constant, running.momentum, statistic.eps, unbias
 
 
 # Small tensors: kernels -----------------------------------------------------------------------------------------------
@@ -645,7 +647,7 @@ class PartialSums(NamedTuple):
     running_var: Tensor
     batches: Tensor
     moved: Moved
-    numbers: dict[str, Any]  # constant, momentum, eps, n/(n−1)
+    numbers: tuple[Any, ...]  # constant, momentum, eps, n/(n−1)
 
 
 def small_sums(x: Tensor, statistic: Statistic, running: RunningStats) -> PartialSums | None:
@@ -662,9 +664,9 @@ def small_sums(x: Tensor, statistic: Statistic, running: RunningStats) -> Partia
     elif mean is not var:
         return None
     scratch = torch.empty(plan.scratch, dtype=torch.float32, device=x.device)
-    plan.sums(x_ptr=x, scratch_ptr=scratch, extreme_ptr=scratch)
+    plan.sums.by_name(x_ptr=x, scratch_ptr=scratch, extreme_ptr=scratch)
     if plan.deviations is not None:
-        plan.deviations(x_ptr=x, scratch_ptr=scratch)
+        plan.deviations.by_name(x_ptr=x, scratch_ptr=scratch)
     return PartialSums(
         scratch,
         scratch if mean is None else mean,

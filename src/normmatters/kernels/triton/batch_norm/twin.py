@@ -441,7 +441,7 @@ def normalize(
     z, code = torch.empty_like(x1), empty(x1, *shape, dtype=dtype)
     launch = _normalize_plan(view, x1.dtype, first.affine, second.affine, lean, save)
     (weight1, bias1), (weight2, bias2) = first.tensors, second.tensors
-    launch(
+    launch.by_name(
         x1_ptr=x1,
         x2_ptr=x2,
         weight1_ptr=weight1,
@@ -545,7 +545,7 @@ def gradient(
     dx1, dx2 = torch.empty_like(g), torch.empty_like(g)
     other = g if link is None else link
     stats1, stats2 = first.statistics, second.statistics
-    plan.sums(
+    plan.sums.by_name(
         g_ptr=g,
         link_ptr=other,
         x1_ptr=x1,
@@ -555,7 +555,9 @@ def gradient(
         stats2_ptr=stats2,
         scratch_ptr=scratch,
     )
-    plan.finish(
+    plan.finish.by_name(
+        constant1,
+        constant2,
         scratch_ptr=scratch,
         weight1_ptr=first.tensors[0],
         weight2_ptr=second.tensors[0],
@@ -565,10 +567,10 @@ def gradient(
         dbias1_ptr=dbias1,
         dweight2_ptr=dweight2,
         dbias2_ptr=dbias2,
-        constant1=constant1,
-        constant2=constant2,
     )
-    plan.input_gradient(g_ptr=g, link_ptr=other, code_ptr=code, coefficient_ptr=scratch, dx1_ptr=dx1, dx2_ptr=dx2)
+    plan.input_gradient.by_name(
+        g_ptr=g, link_ptr=other, code_ptr=code, coefficient_ptr=scratch, dx1_ptr=dx1, dx2_ptr=dx2
+    )
     return Gradients(dx1, dweight1, dbias1, dx2, dweight2, dbias2)
 
 
@@ -597,9 +599,9 @@ class Options(NamedTuple):
         return *numbers, self.lean, self.save, self.linked
 
     @classmethod
-    def from_flat(cls, *flat: Any) -> Options:
-        """The inverse of :meth:`flat`."""
-        norms: list[Any] = []
+    def from_arguments(cls, *arguments: Any) -> Options:
+        """From the operator's arguments: six tensors, then what :meth:`flat` gives."""
+        flat, norms = arguments[6:], list[Any]()
         for mean, var, batches, momentum, eps, constant in (flat[:6], flat[6:12]):
             norms += [Statistic("l1", 0, constant, eps), RunningStats(mean, var, batches, momentum)]
         return cls(*norms, *flat[12:])
@@ -718,7 +720,7 @@ def twin_batch_norm(first: Any, second: Any, *, linked: bool) -> tuple[Tensor, T
     norms: list[Any] = []
     for x, (_, norm, weight, bias, running) in ((x1, first), (x2, second)):
         tensors += [x, *(None if t is None else t.contiguous() for t in (weight, bias))]
-        norms += [statistic_of(norm, x), running]
+        norms += [statistic_of(norm, int(x.numel() // x.shape[1])), running]
     save = torch.is_grad_enabled() and any_requires_grad(*tensors)
     options = Options(*norms, lean=first.norm.memory == "lean", save=save, linked=linked and save)
     out = _twin_batch_norm(*tensors, options)
