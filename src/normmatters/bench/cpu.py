@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -211,11 +211,11 @@ def _row_norms(setup: Setup) -> Iterator[Row]:
     for part, family in (("layer_norm", "layer"), ("rms_norm", "rms")):
         for dtype in AXES["dtype"]:
             for shape in layernorm.SMOKE_SHAPES if setup.smoke else ROW_SHAPES:
-                data: list[RowNormData] = []
-                draw = partial(RowNormData.random, *shape, DTYPES[dtype], setup.device)
+                draw = cache(partial(RowNormData.random, *shape, DTYPES[dtype], setup.device))
+                references = cache(partial(_row_norm_reference, draw, family == "rms"))
                 compile = (dtype, shape) == ("fp32", ROW_SHAPES[0])
                 variants = {
-                    v.name.removeprefix("rms_"): (v.ours, partial(_row_norm, setup, v, data, draw))
+                    v.name.removeprefix("rms_"): (v.ours, partial(_row_norm, v, draw, references))
                     for v in layernorm.VARIANTS
                     if v.family == family and v.needs is None and (compile or not v.compile)
                 }
@@ -225,20 +225,21 @@ def _row_norms(setup: Setup) -> Iterator[Row]:
                 yield from _group(setup, axes, variants, "native", **more)
 
 
+def _row_norm_reference(draw: Callable[[], RowNormData], rms: bool, p: float) -> list[Tensor]:
+    return check.row_norm_reference(draw(), p, rms=rms, eps=layernorm.EPS)
+
+
 def _row_norm(
-    setup: Setup, variant: layernorm.Variant, data: list[RowNormData], draw: Callable[[], RowNormData]
+    variant: layernorm.Variant, draw: Callable[[], RowNormData], references: Callable[[float], list[Tensor]]
 ) -> Ready:
-    if not data:
-        data.append(draw())
-    one, rms = data[0], variant.family == "rms"
+    one, rms = draw(), variant.family == "rms"
     norm = peers.compiled(variant.norm) if variant.compile else variant.norm
 
     def backward(output: Tensor) -> tuple[Tensor, ...]:
         return torch.autograd.grad(output, (one.x, one.weight) if rms else (one.x, one.weight, one.bias), one.g)
 
     output = norm(one)
-    reference = check.row_norm_reference(one, variant.p, rms=rms, eps=layernorm.EPS)
-    error = check.check_row_norm([output, *backward(output)], reference, one)
+    error = check.check_row_norm([output, *backward(output)], references(variant.p), one)
     saved = timing.memory(lambda: norm(one), backward, [one.weight, one.bias]).saved
     row = {"error": error, "saved_share": saved / (one.x.numel() * one.x.element_size())}
     return Ready(lambda: _fwd_bwd(lambda: norm(one), backward), row)
