@@ -18,8 +18,8 @@ def update_bn(loader: Iterable[Any], model: nn.Module, device: torch.device | st
     """Replace the running statistics of all batch norms of ``model`` by their averages over one pass of ``loader``.
 
     An average of models (SWA, EMA) has the weights of no model that was trained, so it needs statistics of its own.
-    ``torch.optim.swa_utils.update_bn`` does this for ``torch.nn``'s batch norms and passes over others in silence; here
-    both kinds are found. As there, batches count alike, whatever their size. Norms that ``model.train()`` leaves in
+    ``torch.optim.swa_utils.update_bn`` does this for ``torch.nn``'s batch norms and silently skips others; this one
+    finds both kinds. As there, batches count alike, whatever their size. Norms that ``model.train()`` leaves in
     evaluation mode keep their statistics. Afterwards each module is in the mode it was in.
 
     Args:

@@ -73,7 +73,7 @@ def why_not() -> str:
     return _load()[1]
 
 
-# To the compiler a constant: it would look into the cache behind it, and warn of it.
+# A constant to the compiler, which would otherwise trace into the cache of ``_load``, and warn.
 why_not._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

@@ -103,7 +103,7 @@ def sums_kernel(
 ):
     """Partial Σg and Σg·t, where t is x−μ, z−β (the sign of x−μ where that is vague) or x̂'s code.
 
-    They stand in the scratch behind the coefficients. LINKED: g comes in two parts, and their sum behind the ReLU is
+    They stand in the scratch after the coefficients. LINKED: g comes in two parts, and their sum past the ReLU is
     written to d, rounded as a tensor of its own would be.
     """
     wait_for_previous(OVERLAP)

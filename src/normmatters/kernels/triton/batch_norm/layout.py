@@ -183,7 +183,7 @@ def rounding_of(dtype: torch.dtype) -> dict[str, float]:
 
 
 def is_even(view: View, tiling: Tiling) -> bool:
-    """Whether tiles cover the view exactly: then only a tile behind the last one needs a mask."""
+    """Whether tiles cover the view exactly: then only a tile after the last one needs a mask."""
     return view.cols % tiling.block_c == 0 and view.rows % (ROWS_PER_CODE * tiling.block_r) == 0
 
 
