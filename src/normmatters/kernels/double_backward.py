@@ -44,7 +44,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     """For a node's backward pass: its results may be used where gradients are recorded, and not differentiated.
 
     PyTorch's of this name makes results that lead nowhere, so only ``.backward()`` notices: ``torch.autograd.grad``
-    goes the ways that lead to what it is asked for, and a Hessian would lack the node's part in silence.
+    goes the ways that lead to what it is asked for, and a Hessian would silently lack the node's part.
 
     The node's first argument is its input, and the first tensor that it saves is that, or comes of it. Where it saved
     none, no result can lead there, and recording is refused at once; unless none depends on the input: ``ctx.linear``.

@@ -224,7 +224,7 @@ def pooled_sums_kernel(
 ):
     """Partial Σg and Σg·(x−μ) of open windows, x their winners.
 
-    They stand in the scratch behind the coefficients, as ``gradient_kernel`` expects them.
+    They stand in the scratch after the coefficients, as ``gradient_kernel`` expects them.
     """
     wait_for_previous(OVERLAP)
     split = tl.program_id(1)

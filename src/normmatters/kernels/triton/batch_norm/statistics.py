@@ -139,7 +139,7 @@ def moments_kernel(
     BLOCK_C: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Partial sums [stat, split, entry] behind the pilot's; for L∞, Top(k) and range also extremes [2, slot, entry]."""
+    """Partial sums [stat, split, entry] after the pilot's; for L∞, Top(k) and range also extremes [2, slot, entry]."""
     PILOT: tl.constexpr = KIND == L1 or KIND == L2
     if not PILOT:
         wait_for_previous(OVERLAP)
@@ -506,7 +506,7 @@ def small_deviation_kernel(
     BLOCK_C: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Partial Σ|x−μ| (L1) or Σ(x−μ)² (L2), [split, channel], behind the sums, of a small channels-last tensor."""
+    """Partial Σ|x−μ| (L1) or Σ(x−μ)² (L2), [split, channel], after the sums, of a small channels-last tensor."""
     split = tl.program_id(1)
     col = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = col < cols
