@@ -19,7 +19,8 @@ import normmatters as nm
 from support import public_api
 
 MODULES = ["normmatters", *sorted(info.name for info in pkgutil.walk_packages(nm.__path__, "normmatters."))]
-MODULES = [name for name in MODULES if not name.endswith("__main__")]  # that would run the command
+# `__main__` would run the command, and the native libraries that a build leaves there are no modules.
+MODULES = [name for name in MODULES if not name.endswith("__main__") and ".native_" not in name]
 PUBLIC = sorted(
     {id(value): (name, value) for name, value in public_api.values() if not inspect.ismodule(value)}.values()
 )

@@ -355,7 +355,7 @@ def test_hidden_files_are_no_images_and_a_broken_one_is_named(tmp_path: Path) ->
     with pytest.raises(ValueError, match=r"cannot read the image .*1\.png"):
         list(data.val)
     pil.new("I;16", (20, 20), 1000).save(folder / "1.png")  # of which PIL would make a white one
-    with pytest.raises(ValueError, match=r"cannot read the image .*1\.png: expected 8 bits a channel, got .* mode I"):
+    with pytest.raises(ValueError, match=r"cannot read the image .*1\.png: expected 8 bits per channel, got .* mode I"):
         list(data.val)
 
 

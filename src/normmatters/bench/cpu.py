@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -211,11 +211,11 @@ def _row_norms(setup: Setup) -> Iterator[Row]:
     for part, family in (("layer_norm", "layer"), ("rms_norm", "rms")):
         for dtype in AXES["dtype"]:
             for shape in layernorm.SMOKE_SHAPES if setup.smoke else ROW_SHAPES:
-                data: list[RowNormData] = []
-                draw = partial(RowNormData.random, *shape, DTYPES[dtype], setup.device)
+                draw = cache(partial(RowNormData.random, *shape, DTYPES[dtype], setup.device))
+                references = cache(partial(_row_norm_reference, draw, family == "rms"))
                 compile = (dtype, shape) == ("fp32", ROW_SHAPES[0])
                 variants = {
-                    v.name.removeprefix("rms_"): (v.ours, partial(_row_norm, setup, v, data, draw))
+                    v.name.removeprefix("rms_"): (v.ours, partial(_row_norm, v, draw, references))
                     for v in layernorm.VARIANTS
                     if v.family == family and v.needs is None and (compile or not v.compile)
                 }
@@ -225,22 +225,29 @@ def _row_norms(setup: Setup) -> Iterator[Row]:
                 yield from _group(setup, axes, variants, "native", **more)
 
 
+def _row_norm_reference(draw: Callable[[], RowNormData], rms: bool, p: float) -> list[Tensor]:
+    return check.row_norm_reference(draw(), p, rms=rms, eps=layernorm.EPS)
+
+
 def _row_norm(
-    setup: Setup, variant: layernorm.Variant, data: list[RowNormData], draw: Callable[[], RowNormData]
+    variant: layernorm.Variant, draw: Callable[[], RowNormData], references: Callable[[float], list[Tensor]]
 ) -> Ready:
-    if not data:
-        data.append(draw())
-    one, rms = data[0], variant.family == "rms"
+    one, rms = draw(), variant.family == "rms"
     norm = peers.compiled(variant.norm) if variant.compile else variant.norm
 
     def backward(output: Tensor) -> tuple[Tensor, ...]:
         return torch.autograd.grad(output, (one.x, one.weight) if rms else (one.x, one.weight, one.bias), one.g)
 
     output = norm(one)
-    reference = check.row_norm_reference(one, variant.p, rms=rms, eps=layernorm.EPS)
-    error = check.check_row_norm([output, *backward(output)], reference, one)
+    error, note = None, ""
+    try:
+        error = check.check_row_norm([output, *backward(output)], references(variant.p), one)
+    except Wrong as wrong:
+        if variant.ours or one.x.dtype == torch.float32:
+            raise
+        note = f"PyTorch sums in half precision: {wrong}"  # it is what users have, so it is timed nevertheless
     saved = timing.memory(lambda: norm(one), backward, [one.weight, one.bias]).saved
-    row = {"error": error, "saved_share": saved / (one.x.numel() * one.x.element_size())}
+    row = {"error": error, "note": note, "saved_share": saved / (one.x.numel() * one.x.element_size())}
     return Ready(lambda: _fwd_bwd(lambda: norm(one), backward), row)
 
 
@@ -325,8 +332,8 @@ def _step_of(setup: Setup, name: str) -> Ready:
 def _check_step(model: nn.Module, plain: nn.Module) -> float:
     """The largest error of loss and gradient by that of ``plain`` in float64, as a share of what is allowed.
 
-    Allowed are a loss that is off by 1e-3 of it, and a gradient whose cosine with the right one is 0.9: fp32's rounding
-    turns some ReLUs, and lean estimates dγ.
+    Allowed are a loss that is off by 1e-3 of it, and a gradient whose cosine with the right one is 0.99: rounding to
+    fp32 turns some ReLUs, and lean estimates dγ.
     """
     torch.manual_seed(1)
     x, y = torch.randn(4, 3, 64, 64), torch.randint(10, (4,))
@@ -339,7 +346,7 @@ def _check_step(model: nn.Module, plain: nn.Module) -> float:
         found.append((float(loss.detach()), torch.cat(gradients)))
     (value, ours), (expected, theirs) = found
     off, cosine = abs(value - expected) / abs(expected), float(F.cosine_similarity(ours, theirs, dim=0))
-    error = max(off / 1e-3, (1 - cosine) / 0.1)
+    error = max(off / 1e-3, (1 - cosine) / 0.01)
     if not error <= 1:
         raise Wrong(f"the loss is off by {off:.2g} of it, and the gradient's cosine with the right one is {cosine:.3f}")
     return error
