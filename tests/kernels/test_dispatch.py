@@ -64,7 +64,7 @@ def test_too_many_groups(monkeypatch):
     monkeypatch.setattr(select, "MAX_GROUPS", 0)
     backend = called.backend(X, p="range")
     assert backend.name == "hand-derived"
-    assert "groups a channel are more than the 0" in backend.reason
+    assert "groups per channel are more than the 0" in backend.reason
     assert called.backend(X, p=1).name == "triton"  # has none
 
 
@@ -84,17 +84,17 @@ def test_more_than_32_bits_count(p):
     one = torch.zeros(1, device=X.device)
     volume = called.backend(one.expand(1, 32, 512, 512, 512), p=p)
     assert volume.name == "hand-derived"
-    assert "values an image that is not channels last, not 4294967296" in volume.reason
+    assert "values per image that is not channels last, not 4294967296" in volume.reason
     channel = called.backend(one.expand(2**31, 2), p=p)
     assert channel.name == "hand-derived"
-    assert "values a channel, not 2147483648" in channel.reason
+    assert "values per channel, not 2147483648" in channel.reason
     assert called.backend(one.expand(2**28, 16), p=1).name == "triton"
 
 
 def test_a_channels_last_image_has_few_columns(monkeypatch):
     monkeypatch.setattr(layout, "MAX_COLS", 7)
     x = torch.empty(2, 4, 3, 3, device=X.device)
-    assert "at most 7 values an image" in backends.why_too_large(x)
+    assert "at most 7 values per image" in backends.why_too_large(x)
     assert backends.why_too_large(x.to(memory_format=torch.channels_last)) == ""
 
 

@@ -69,7 +69,7 @@ _as_if_on_gpu: ContextVar[bool] = ContextVar("normmatters_as_if_on_gpu", default
 
 
 def has_no_memory(tensor: Tensor) -> bool:
-    """Whether a kernel finds nothing behind the tensor's address: a subclass that answers operators by itself.
+    """Whether a kernel finds nothing at the tensor's address: a subclass that answers operators by itself.
 
     Where kernels are called as operators, one that is no wrapper (``FakeTensor``) answers those.
     """
@@ -211,7 +211,7 @@ def why_not_batch_norm_kernel(input: Tensor, norm: Norm) -> str:
         contiguous = memory_format(input) is torch.contiguous_format  # or will be, by a copy
         groups = _groups(_sizes(input), contiguous, input.element_size(), norm.k or 1)
         if groups > select.MAX_GROUPS:
-            return f"{groups} groups a channel are more than the {select.MAX_GROUPS} that the selection kernel holds"
+            return f"{groups} groups per channel are more than the {select.MAX_GROUPS} that the selection kernel holds"
     return ""
 
 
@@ -220,9 +220,9 @@ def why_too_large(input: Tensor) -> str:
 
     channel, image = input.numel() // input.shape[1], input.numel() // input.shape[0]
     if channel > MAX_ROWS:
-        return f"the kernels take at most {MAX_ROWS} values a channel, not {channel}"
+        return f"the kernels take at most {MAX_ROWS} values per channel, not {channel}"
     if image > MAX_COLS and memory_format(input) is torch.contiguous_format:
-        return f"the kernels take at most {MAX_COLS} values an image that is not channels last, not {image}"
+        return f"the kernels take at most {MAX_COLS} values per image that is not channels last, not {image}"
     return ""
 
 
@@ -236,14 +236,14 @@ def _sizes(input: Tensor) -> tuple[int, ...]:
 
 
 def _groups(shape: tuple[int, ...], contiguous: bool, itemsize: int, k: int) -> int:
-    """Groups a channel of an input of this shape."""
+    """Groups per channel of an input of this shape."""
     from normmatters.kernels.triton.batch_norm import select
     from normmatters.kernels.triton.batch_norm.layout import view_of_shape
 
     return select.groups_of(view_of_shape(shape, contiguous), itemsize, k)
 
 
-# To the compiler a number: it would look into the caches behind it, and warn of each.
+# To the compiler a number: it would look into the caches that it reads, and warn of each.
 _groups._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

@@ -43,8 +43,8 @@ class _Held:
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     """For a node's backward pass: its results may be used where gradients are recorded, and not differentiated.
 
-    PyTorch's function of this name makes results that lead nowhere, so only ``.backward()`` notices.
-    ``torch.autograd.grad`` follows only what leads to its inputs: a Hessian would silently lack the node's part.
+    PyTorch's of this name makes results that lead nowhere, so only ``.backward()`` notices: ``torch.autograd.grad``
+    goes the ways that lead to what it is asked for, and a Hessian would silently lack the node's part.
 
     The node's first argument is its input, and the first tensor that it saves is that, or comes of it. Where it saved
     none, no result can lead there, and recording is refused at once; unless none depends on the input: ``ctx.linear``.

@@ -205,11 +205,12 @@ class Fusion:
         blocks: list[Any] = list(modules._modules.values())
         link = None
         for block, following in zip(blocks, [*blocks[1:], None]):
-            wanted = _links(block) and _links(following) and following.fusion_takes_link
+            fused = _links(block)
+            wanted = fused and _links(following) and following.fusion_takes_link
             if link is not None or wanted:
                 x = self._through_link(self.force(x))
                 self.flush()
-                x, link = run_linked(block, x, link, wanted)
+                x, link = run_linked(block, x, link, wanted) if fused else (block(x), None)
             else:
                 x = self.call(True, block, x)
         return x
@@ -260,9 +261,7 @@ class Fusion:
 
 
 def run_linked(block: Any, x: Tensor, link: Tensor | None, wanted: bool) -> tuple[Tensor, Tensor | None]:
-    """The block's output and, if ``wanted`` and there is one, its link; ``link`` came with ``x``."""
-    if not _links(block):
-        return block(x), None
+    """The output of a fused block and, if ``wanted`` and there is one, its link; ``link`` came with ``x``."""
     fusion = Fusion(x, link, wanted)
     value = block.fusion_forward(fusion, block, x)
     return value, fusion.output_link if fusion.output is value else None

@@ -7,7 +7,7 @@ x̂ comes from x (exact), from the output (lean: x̂ = (z−β)/γ), or from 4-b
 The gradient of the input from the gradient of the output and a few bits an element.
 
 dx = A·g + B·[x ≥ μ] + E with per-channel A, B, E (L1); Q·(x−μ) instead of B·[…] for L2; for L∞, Top(k) and range a
-handful of elements a channel get an extra term (``scatter_kernel``).
+handful of elements per channel get an extra term (``scatter_kernel``).
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ def sums_kernel(
 ):
     """Partial Σg and Σg·t, where t is x−μ, z−β (the sign of x−μ where that is vague) or x̂'s code.
 
-    They stand in the scratch after the coefficients. LINKED: g comes in two parts, and their sum past the ReLU is
-    written to d, rounded as a tensor of its own would be.
+    They stand in the scratch after the coefficients. LINKED: g comes in two parts, and their sum, masked by the ReLU,
+    is written to d, rounded as a tensor of its own would be.
     """
     wait_for_previous(OVERLAP)
     part_ptr = scratch_ptr + 4 * channels

@@ -2,10 +2,10 @@
 
 One view for every memory layout: a matrix of rows and columns whose columns belong to channels.
 
-| layout                    | rows      | columns | spatial (columns a channel) |
-|---------------------------|-----------|---------|-----------------------------|
-| channels_last, or (N, C)  | N·H·W     | C       | 1                           |
-| contiguous (N, C, *)      | N         | C·H·W   | H·W                         |
+| layout                    | rows      | columns | spatial (columns per channel) |
+|---------------------------|-----------|---------|-------------------------------|
+| channels_last, or (N, C)  | N·H·W     | C       | 1                             |
+| contiguous (N, C, *)      | N         | C·H·W   | H·W                           |
 
 So one family of kernels serves both: it reduces down the columns, four rows at a time, and column j belongs to channel
 j // spatial. Four rows are the unit because four 2-bit (4-bit) codes make one int8 (int16): packing happens within a
@@ -54,7 +54,7 @@ class View(NamedTuple):
 
     @property
     def n(self) -> int:
-        """Reduced elements a channel."""
+        """Reduced elements per channel."""
         return self.rows * self.spatial
 
     @property
@@ -73,7 +73,7 @@ class Tiling(NamedTuple):
     num_warps: int
 
     def entries(self, view: View) -> int:
-        """Partial sums a split."""
+        """Partial sums per split."""
         return -(-view.cols // self.group)
 
 

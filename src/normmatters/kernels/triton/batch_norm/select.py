@@ -1,4 +1,4 @@
-"""The k largest deviations of each channel, from the extremes that the one pass over the tensor left behind.
+"""The k largest deviations of each channel, from the extremes that the one pass over the tensor left.
 
 ``moments_kernel`` keeps the largest and the smallest value of each *group* of elements. With the mean known, the
 largest deviation of a group is max(max − μ, μ − min), and the k largest elements lie in at most k groups: a k-way merge

@@ -46,7 +46,7 @@ def tile_rows(tile, BLOCK_R: tl.constexpr):
 
 @triton.jit
 def load_tile(ptr, tile, col, rows, cols, BLOCK_R: tl.constexpr, EVEN: tl.constexpr, KEEP: tl.constexpr):
-    """A tile, [BLOCK_R, ROWS, BLOCK_C]; zero outside, so that a tile behind the last one reads nothing.
+    """A tile, [BLOCK_R, ROWS, BLOCK_C]; zero outside, so that a tile after the last one reads nothing.
 
     KEEP says that the next kernel reads it again; other tiles leave the cache first.
     """
@@ -193,7 +193,7 @@ def write_statistics(
 
 # Codes: a few bits per element that the backward pass needs, four rows in one word ------------------------------------
 #
-# g is the gradient behind the ReLU, so "open" elements are those with z > 0.
+# g is the gradient masked by the ReLU, so "open" elements are those with z > 0.
 # - two bits: bit 0 = [x ≥ μ], bit 1 = open. Where γ is too small against β for (z−β)/γ to mean anything, Σg·x̂ is taken
 #   from the sign alone, times the mean of |x̂|.
 # - four bits: 0 and 15 = closed; 1 … 14 = open, x̂ ≈ 0.4·(code − 7.5). The top bit is [x ≥ μ] in either case.
@@ -203,7 +203,7 @@ CODE_STEP: tl.constexpr = tl.constexpr(0.4)
 
 @triton.jit
 def pack(bits, VALUE: tl.constexpr):
-    """Two bits a row, of which these give VALUE: [BLOCK_R, ROWS, BLOCK_C] -> [BLOCK_R, BLOCK_C]."""
+    """Two bits per row, of which these give VALUE: [BLOCK_R, ROWS, BLOCK_C] -> [BLOCK_R, BLOCK_C]."""
     weight = VALUE << (tl.arange(0, ROWS) * 2)
     return tl.sum(tl.where(bits, weight[None, :, None], 0), axis=1)
 
@@ -222,7 +222,7 @@ def coarse_code(d, inverse):
 
 @triton.jit
 def pack_codes(code):
-    """Four bits a row: [BLOCK_R, ROWS, BLOCK_C] -> [BLOCK_R, BLOCK_C]."""
+    """Four bits per row: [BLOCK_R, ROWS, BLOCK_C] -> [BLOCK_R, BLOCK_C]."""
     return tl.sum(code << (tl.arange(0, ROWS) * 4)[None, :, None], axis=1)
 
 
@@ -273,6 +273,6 @@ def is_open_code(words):
 
 @triton.jit
 def coarse(words):
-    """code − 8 of four-bit codes: x̂ in steps, less the half that one sum a channel puts back."""
+    """code − 8 of four-bit codes: x̂ in steps, less the half that one sum per channel puts back."""
     code = (words.to(tl.int32)[:, None, :] >> (tl.arange(0, ROWS) * 4)[None, :, None]) & 15
     return (code | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + 8.0)

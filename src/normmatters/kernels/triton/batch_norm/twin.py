@@ -1,7 +1,7 @@
 """Two L1 batch norms whose sum goes through one ReLU, z = relu(norm₁(x₁) + norm₂(x₂)), in one pass each way.
 
 That is how a residual block ends whose shortcut has a norm of its own. By two operations the second norm's output is
-written and read back, and the gradient that passed the ReLU, which is both norms' gradient, written once and read twice
+written and read back, and the gradient masked by the ReLU, which is both norms' gradient, written once and read twice
 more. Here the forward pass reads x₁ and x₂ and writes z. The
 backward pass reads g for the three sums Σg, Σg·x̂₁ and Σg·x̂₂, and once more for both inputs' gradients.
 
@@ -181,7 +181,7 @@ def twin_sums_kernel(
 ):
     """Partial Σg, Σg·t₁ and Σg·t₂, where t is x−μ or x̂'s code, and Σ[x₁ ≥ μ₁] and Σ[x₂ ≥ μ₂].
 
-    They stand in the scratch behind the coefficients. The counts are made here, not in the forward pass, for here are
+    They stand in the scratch after the coefficients. The counts are made here, not in the forward pass, for here are
     registers to spare.
     """
     wait_for_previous(OVERLAP)
