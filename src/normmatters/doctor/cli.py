@@ -98,7 +98,7 @@ def doctor(
         ),
     ] = False,
 ) -> None:
-    """Which norms a model has, what they do to its weights, what they save for the backward pass, what convert changes.
+    """Which norms a model has, what they do to its weights, what they keep for backward, and what convert would change.
 
     [bold]Examples[/]
 
