@@ -23,6 +23,7 @@ from pathlib import Path
 where, root = Path(sys.argv[1]).resolve(), Path(sys.argv[2]).resolve()
 # An editable installation must not help out.
 sys.path = [place for place in sys.path if not Path(place or ".").resolve().is_relative_to(root) or ".venv" in place]
+sys.meta_path = [finder for finder in sys.meta_path if not type(finder).__module__.startswith("_editable")]
 
 import torch
 import normmatters as nm
