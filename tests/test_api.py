@@ -55,9 +55,8 @@ def test_importing_takes_no_more_than_50_ms_beyond_torch(tmp_path: Path) -> None
     env = {**os.environ, "PYTHONPATH": str(tmp_path), "COVERAGE_PROCESS_CONFIG": ""}
 
     def took() -> float:
-        done = subprocess.run(
-            [sys.executable, "-c", _IMPORT, str(package)], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120
-        )
+        command = [sys.executable, "-c", _IMPORT, str(package)]
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
         return float(done.stdout)
 
