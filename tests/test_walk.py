@@ -47,6 +47,8 @@ def test_weight_decay_free_sgd_steps_within_three_files() -> None:
         optimizer.zero_grad()
         net(torch.randn(4, 3, 8, 8)).square().sum().backward()
         files = walk(optimizer.step)
+        # The hook that projects weights after every optimizer's step, if an earlier test has asked for it.
+        files = [file for file in files if not file.endswith("weight_norm/projection.py")]
     assert any(file.endswith("weight_decay_free.py") for file in files)
     assert len(set(files)) <= 3
     assert changes(files) <= 8

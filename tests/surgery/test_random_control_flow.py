@@ -164,6 +164,11 @@ def network(source: str) -> Any:
     return net
 
 
+# The native kernels sum in another order than PyTorch's. A norm of nearly equal values multiplies a rounding of float64
+# by up to 1/√eps = 316, and a chain of four norms by 316⁴. What control flow changes is of the order of 1.
+TOLERANCE = 1e-5**-2 * torch.finfo(torch.float64).eps
+
+
 def hooked(net: nn.Module, names: list[str]) -> list[Tensor]:
     seen: list[Tensor] = []
     for name in names:
@@ -210,9 +215,9 @@ def test_converted_is_the_original(seeds: range) -> None:
                 expected = run(original, x, gradients)
                 found = run(net, x, gradients)
                 if expected is not None and found is not None:
-                    assert_close(found[2:], expected[2:], rtol=1e-9, atol=1e-9 * (1 + max(scale(expected), 1)))
+                    assert_close(found[2:], expected[2:], rtol=TOLERANCE, atol=TOLERANCE * (1 + scale(expected)))
                     assert found[:2] == expected[:2]
-            assert_close(seen, expected_seen, rtol=1e-9, atol=1e-9)
+            assert_close(seen, expected_seen, rtol=TOLERANCE, atol=TOLERANCE)
             assert list(net.state_dict()) == list(original.state_dict())
         except Exception as error:
             error.add_note(f"seed {seed}\n{source}\n{report}\n" + "\n".join(report.forwards.values()))
