@@ -4,7 +4,7 @@ The backward pass's two sums per channel, Σg and Σg·x̂, in one read of the g
 
 x̂ comes from x (exact), from the output (lean: x̂ = (z−β)/γ), or from 4-bit codes of x̂ (lean with a residual).
 
-The gradient of the input from the gradient of the output and a few bits an element.
+The gradient of the input from the gradient of the output and a few bits per element.
 
 dx = A·g + B·[x ≥ μ] + E with per-channel A, B, E (L1); Q·(x−μ) instead of B·[…] for L2; for L∞, Top(k) and range a
 handful of elements per channel get an extra term (``scatter_kernel``).
