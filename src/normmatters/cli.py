@@ -62,7 +62,7 @@ Sets = Annotated[
     list[str] | None,
     typer.Option("--set", "-s", metavar="KEY=VALUE", help="Change a setting, such as optim.lr=0.05. May be repeated."),
 ]
-_DEFAULT_SEEDS = {"quick": 2, "short": 2, "cifar": 3, "full": 1}
+_DEFAULT_SEEDS = {"quick": 2, "small": 3, "short": 2, "cifar": 3, "full": 1}
 
 
 def main() -> None:
@@ -142,22 +142,25 @@ def reproduce(
         list[str],
         typer.Argument(
             metavar="NAME...",
-            help="fig1 fig2 fig3 fig4 supp1 supp2 table1 table2 lp_weight_norm speed l1_gap lean resnet56_norms, "
-            "one cell such as fig1/wd_off, or all.",
+            help="fig1 fig2 fig3 fig4 supp1 supp2 table1 table2 lp_weight_norm speed l1_gap lean resnet56_norms "
+            "s1 to s8, one cell such as fig1/wd_off, or all.",
         ),
     ],
     preset: Annotated[
         str,
         typer.Option(
             help="[bold]quick[/]: embedded data. [bold]cifar[/]: CIFAR-10, Tiny-ImageNet, Multi30k; "
-            "[bold]short[/]: the same, fewer epochs. [bold]full[/]: ImageNet, WMT14."
+            "[bold]short[/]: the same, fewer epochs. "
+            "[bold]small[/]: small networks (s1 to s8). [bold]full[/]: ImageNet, WMT14."
         ),
     ] = "quick",
     data: Annotated[str | None, typer.Option(help="A data set in place of the preset's, such as cifar10.")] = None,
     data_dir: DataDir = None,
     seeds: Annotated[
         int | None,
-        typer.Option(min=1, help="Runs of each cell, one per seed.", show_default="quick 2, short 2, cifar 3, full 1"),
+        typer.Option(
+            min=1, help="Runs of each cell, one per seed.", show_default="quick 2, small 3, short 2, cifar 3, full 1"
+        ),
     ] = None,
     jobs: Annotated[
         int | None, typer.Option(min=1, help="How many runs train at the same time.", show_default="cores; 1 on a GPU")
@@ -323,7 +326,7 @@ def train(
     ],
     sets: Sets = None,
     preset: Annotated[
-        str, typer.Option(help="Which preset of a cell: [bold]quick[/] (embedded data), short, cifar or full.")
+        str, typer.Option(help="Which preset of a cell: [bold]quick[/] (embedded data), small, short, cifar or full.")
     ] = "quick",
     seed: Annotated[int | None, typer.Option(help="Random seed; the file's own unless given.")] = None,
     data_dir: DataDir = None,

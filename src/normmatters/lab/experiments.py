@@ -5,9 +5,9 @@ A cell file is a run's config (see ``config.py``) with a few more keys, which ar
 ``[paper]``          the paper's number for this cell: ``metric``, ``value``, ``setting``
 ``[preset.NAME]``    what another scale of data changes: ``quick`` (embedded data, minutes on a laptop) or ``cifar``
                      (CIFAR-10, Tiny-ImageNet, Multi30k); ``short`` is ``cifar`` with fewer epochs where it
-                     has many. The preset ``full`` is the body itself.
+                     has many, ``small`` with smaller networks and few epochs. The preset ``full`` is the body itself.
 ``same_as = "a/b"``  the paper prints this number twice: cell ``b`` of experiment ``a`` is the run
-``only = ["cifar"]`` the presets that run this cell; all of them where it does not say
+``only = ["cifar"]`` the presets that run this cell; all but ``small`` where it does not say
 
 >>> load_cell("fig1/wd_on").config("quick", seed=0).data.name
 'digits'
@@ -38,7 +38,8 @@ __all__ = [
     "load_file",
 ]
 
-PRESETS = ("quick", "short", "cifar", "full")
+PRESETS = ("quick", "small", "short", "cifar", "full")
+_USUAL = tuple(name for name in PRESETS if name != "small")
 _METRICS = ("accuracy", "bleu", "ppl")
 
 
@@ -68,7 +69,7 @@ class Cell:
     presets: Mapping[str, Mapping[str, Any]]
     paper: Paper
     same_as: str | None = None
-    only: tuple[str, ...] = PRESETS
+    only: tuple[str, ...] = _USUAL
 
     @property
     def experiment(self) -> str:
@@ -92,7 +93,7 @@ class Cell:
         if self.same_as:
             return load_cell(self.same_as).config(preset, seed, overrides)
         table, overrides = dict(self.table), list(overrides)
-        for name in ("cifar", "short") if preset == "short" else (preset,):
+        for name in ("cifar", preset) if preset in ("small", "short") else (preset,):
             table = _config.merge(table, dict(self.presets.get(name, {})))
         if seed is not None:
             table["seed"] = seed
@@ -143,7 +144,7 @@ def load_file(path: str | Path) -> Cell:
         raise ValueError(f"{path}: [paper] metric {paper.metric!r}{suggest(paper.metric, _METRICS)}")
     presets = table.pop("preset", {})
     same_as = table.pop("same_as", None)
-    only = table.pop("only", list(PRESETS))
+    only = table.pop("only", list(_USUAL))
     if not isinstance(same_as, str | None):
         raise ValueError(f"{path}: same_as must be a cell such as 'fig1/wd_on', got {same_as!r}")
     if not isinstance(only, list):

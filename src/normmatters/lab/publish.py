@@ -151,6 +151,7 @@ claim by claim. `bench/` has timings of the kernels.
 
 _PRESET = {
     "quick": "embedded data, a few minutes on a CPU",
+    "small": "CIFAR-10 with small networks and few epochs, for questions that the paper leaves open",
     "short": "the regimes of `cifar` with fewer epochs, the learning rate's drops at the same fractions of them",
     "cifar": "CIFAR-10 in the paper's own regime; Tiny-ImageNet and Multi30k stand in for ImageNet and WMT14",
     "full": "the paper's own data and regime",

@@ -82,7 +82,7 @@ def _presets_from(collection: Collection) -> tuple[str, ...]:
         """By the name of the folder above the experiments, where it is one; else by data and epochs."""
         ours = [r for r in collection.results.values() if r.cell.table]  # a run of the user's own has no cell file
         named = sum(preset in run.path.parts[:-3][-1:] for r in ours for run in r.runs)
-        configs = [(r.config, r.cell.config(preset)) for r in ours]
+        configs = [(r.config, r.cell.config(preset)) for r in ours if preset in r.cell.only]
         alike = sum((c["data"]["name"], c["optim"]["epochs"]) == (d.data.name, d.optim.epochs) for c, d in configs)
         return named, alike
 
