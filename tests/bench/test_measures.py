@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 from normmatters import provenance
-from normmatters.bench import check, harness, peers, resnet50, timing
+from normmatters.bench import check, harness, layernorm, peers, resnet50, timing
 from normmatters.functional import lp_layer_norm
 from normmatters.surgery import convert
 from normmatters.surgery.report import ConversionReport
@@ -198,9 +199,26 @@ def test_the_naive_norm_trains_by_the_equation_and_evaluates_by_its_statistics()
     torch.testing.assert_close(y, before.float(), rtol=1e-4, atol=1e-5)
 
 
-def test_liger_is_none_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_is_not_installed_is_skipped_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "liger_kernel", None)
-    assert peers.liger("LigerLayerNormFunction") is None
+    with pytest.raises(harness.Skip, match="Liger's kernels are not installed"):
+        layernorm.peer("Liger", "liger_kernel.ops.layer_norm", "LigerLayerNormFunction")
+
+
+def test_quack_has_a_row_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in that has its signature."""
+    quack = types.ModuleType("quack.rmsnorm")
+    quack.rmsnorm = (
+        lambda x, weight=None, bias=None, residual=None, eps=1e-6: nn.functional.rms_norm(  # type: ignore[attr-defined]
+            x, x.shape[1:], weight, eps
+        )
+    )
+    monkeypatch.setitem(sys.modules, "quack", types.ModuleType("quack"))
+    monkeypatch.setitem(sys.modules, "quack.rmsnorm", quack)
+    chosen = harness.Selection.of(["rms_native", "rms_quack"], [layernorm.AXES])
+    native, row = layernorm.rows(harness.Setup(CPU, smoke=True, only=chosen))
+    assert (native["status"], row["status"]) == ("ok", "ok")
+    assert row["ratio"] > 0
 
 
 def test_the_native_peer_keeps_its_input_alone() -> None:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import importlib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
+
     from normmatters.bench.harness import Axes, Row, Setup
 
 __all__ = ["NAMES", "run"]
 
+#: Each is a module with ``AXES``, the names of its rows axis by axis, and ``rows(setup)``.
 NAMES = ("layers", "resnet50", "layernorm", "weightnorm", "optim", "cpu")
 RESULTS = Path("results/bench")
 
@@ -43,24 +48,14 @@ def run(
     Returns:
         0, or 1 if a result was wrong or one of ours failed.
     """
-    import torch
-
     from normmatters.bench import harness, warmup
 
     names = list(dict.fromkeys(names)) or list(NAMES)
     unknown = [name for name in names if name not in NAMES]
     if unknown:
         raise ValueError(f"no benchmark is called {', '.join(map(repr, unknown))}; there are {', '.join(NAMES)}")
-    benches = {name: _bench(name) for name in names}
-    selection = harness.Selection.of(only, [axes for axes, _ in benches.values()])
-    try:
-        place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError:
-        raise ValueError(f"expected the device cpu or cuda, got {device!r}") from None
-    if place.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device {device}: torch finds no GPU here")
-    if place.type not in ("cpu", "cuda"):
-        raise ValueError(f"expected the device cpu or cuda, got {device!r}")
+    selection = harness.Selection.of(only, map(axes_of, names))
+    place = _device(device)
     if jobs is not None and jobs < 0:
         raise ValueError(f"jobs must not be negative, got {jobs}")
     if not smoke and not only and share is None and out is None:
@@ -71,12 +66,9 @@ def run(
     if smoke and share is None:
         print("A smoke run: tensors so small that their times and ratios mean nothing. It shows that every row runs.")
     found: list[Row] = []
-    for name, (_, rows) in benches.items():
-        count = warmup.default_jobs(name, setup) if jobs is None else jobs
-        setup.warm_up = partial(_warm_up, name, setup, count if name in warmup.PROCESSES and share is None else 0)
-        if name not in warmup.LATER:
-            setup.warm_up()
-        found += _run_one(name, rows, setup, out, picture)
+    for name in names:
+        setup.warm_up = partial(warmup.warm_up, name, setup, warmup.default_jobs(name, setup) if jobs is None else jobs)
+        found += _run_one(name, setup, out, picture)
     if only and not found and share is None:
         raise ValueError(f"no row is called {' and '.join(only)}{' in a smoke run' if smoke else ''}")
     bad = harness.failed(found)
@@ -87,30 +79,33 @@ def run(
     return 1 if bad else 0
 
 
-def _warm_up(name: str, setup: Setup, jobs: int) -> None:
-    from normmatters.bench import warmup
+def _device(name: str | None) -> torch.device:
+    import torch
 
-    if jobs:
-        print(f"\n{name}: compiled in {warmup.warm_up(name, setup, jobs):.0f} s by {jobs} processes", flush=True)
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ValueError(f"expected the device cpu or cuda, got {name!r}")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device {name}: torch finds no GPU here")
+    return device
 
 
-def _run_one(
-    name: str, rows: Callable[[Setup], Iterator[Row]], setup: Setup, out: Path | None, picture: Path | None
-) -> list[Row]:
-    import dataclasses
-
+def _run_one(name: str, setup: Setup, out: Path | None, picture: Path | None) -> list[Row]:
     import torch
 
     from normmatters.bench import harness, report
 
     if name == "cpu":
-        setup = dataclasses.replace(setup, device=torch.device("cpu"))
+        setup = replace(setup, device=torch.device("cpu"))
     bandwidth = setup.memory_bandwidth if setup.share is None else 1.0  # a share measures nothing
     env = setup.environment
     print(f"\n{name}: {env['device']}, torch {env['torch']}, memory {bandwidth / 1e12:.3f} TB/s", flush=True)
     print(report.text_header(name), flush=True)
     found: list[Row] = []
-    for row in _surviving(name, rows(setup)):
+    for row in _rows(name, setup):
         found.append(row)
         shown = {key: value for key, value in row.items() if not (setup.smoke and "ratio" in key)}
         print(report.text_row(name, report.with_passes(shown, bandwidth)), flush=True)
@@ -122,10 +117,10 @@ def _run_one(
     return found
 
 
-def _surviving(name: str, rows: Iterator[Row]) -> Iterator[Row]:
+def _rows(name: str, setup: Setup) -> Iterator[Row]:
     """The rows; what goes wrong between them, such as memory that runs out, becomes the last one."""
     try:
-        yield from rows
+        yield from importlib.import_module(f"normmatters.bench.{name}").rows(setup)
     except Exception as error:
         text = " ".join(str(error).split())[:300]
         yield {"variant": name, "ours": True, "status": "failed", "note": f"{type(error).__name__}: {text}"}
@@ -142,18 +137,5 @@ def _draw(data: dict[str, Any], path: Path) -> None:
 
 def axes_of(name: str) -> Axes:
     """The names of a benchmark's rows, axis by axis."""
-    return _bench(name)[0]
-
-
-def _bench(name: str) -> tuple[Axes, Callable[[Setup], Iterator[Row]]]:
-    """The axes of a benchmark's rows, and the rows."""
-    from normmatters.bench import cpu, layernorm, layers, optim, resnet50, weightnorm
-
-    return {
-        "layers": (layers.AXES, layers.rows),
-        "cpu": (cpu.AXES, cpu.rows),
-        "resnet50": (resnet50.AXES, resnet50.rows),
-        "layernorm": (layernorm.AXES, layernorm.rows),
-        "weightnorm": (weightnorm.AXES, weightnorm.rows),
-        "optim": ({}, optim.rows),
-    }[name]
+    axes: Axes = importlib.import_module(f"normmatters.bench.{name}").AXES
+    return axes

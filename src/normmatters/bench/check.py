@@ -20,7 +20,7 @@ Tolerances, with ε the machine epsilon of the data's dtype and n the reduced el
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -53,6 +53,7 @@ class BatchNormData:
     bias: Tensor
     g: Tensor
     residual: Tensor | None
+    references: dict[str, BatchNormReference] = field(default_factory=dict)
 
     @classmethod
     def random(
@@ -83,6 +84,12 @@ class BatchNormData:
 
     def inputs(self) -> tuple[Tensor, ...]:
         return (self.x,) if self.residual is None else (self.x, self.residual)
+
+    def reference(self, kind: str) -> BatchNormReference:
+        """What the results must be, computed once."""
+        if kind not in self.references:
+            self.references[kind] = BatchNormReference.of(self, kind)
+        return self.references[kind]
 
 
 @dataclass

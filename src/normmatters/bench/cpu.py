@@ -19,9 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from normmatters.bench import check, layernorm, layers, optim, peers, timing, weightnorm
-from normmatters.bench.check import BatchNormData, BatchNormReference, RowNormData
-from normmatters.bench.harness import DTYPES, Row, Setup, Skip, Wrong, attempt
+from normmatters.bench import layernorm, layers, optim, peers, timing, weightnorm
+from normmatters.bench.check import BatchNormData, RowNormData
+from normmatters.bench.harness import DTYPES, Case, Layer, Row, Setup, Wrong, attempt
+from normmatters.bench.resnet50 import Step
 from normmatters.surgery import convert
 
 Sample = tuple[float, ...]
@@ -69,6 +70,33 @@ class Ready:
     sample: Callable[[], Sample]  # seconds of the whole, or of the forward and of the backward pass
     row: Row
 
+    @classmethod
+    def of(cls, layer: Layer, data: Any, **row: Any) -> Ready:
+        """A layer, whose forward and backward pass are timed apart."""
+
+        def sample() -> Sample:
+            start = time.perf_counter()
+            outputs = layer.forward(data)
+            middle = time.perf_counter()
+            layer.backward(data, outputs)
+            return middle - start, time.perf_counter() - middle
+
+        return cls(sample, row)
+
+    @classmethod
+    def of_step(cls, step: Callable[[], Any], **row: Any) -> Ready:
+        """A step, which is timed as a whole."""
+
+        def sample() -> Sample:
+            start = time.perf_counter()
+            step()
+            return (time.perf_counter() - start,)
+
+        return cls(sample, row)
+
+
+Variants = Mapping[str, tuple[bool, Callable[[], Ready]]]  # name → whether it is ours, and what checks it
+
 
 def rows(setup: Setup) -> Iterator[Row]:
     """Every wanted row, the small parts first."""
@@ -100,7 +128,7 @@ def _usual_batch_norms(setup: Setup, axes: dict[str, str], shape: Shape) -> list
 
 
 def _group(
-    setup: Setup, axes: dict[str, str], variants: Mapping[str, tuple[bool, Callable[[], Ready]]], base: str, **more: Any
+    setup: Setup, axes: dict[str, str], variants: Variants, base: str, elements: int = 0, **more: Any
 ) -> Iterator[Row]:
     """The rows of variants that are compared with ``base``: each is checked, then all take turns."""
     picked = setup.only.words
@@ -111,28 +139,28 @@ def _group(
         return
     if base not in wanted:
         wanted = {base: variants[base], **wanted}
-    ready: dict[str, Ready] = {}
+    if elements:
+        more |= {"tensor_bytes": elements * DTYPES[axes["dtype"]].itemsize, "elements": elements}
+    samplers: dict[str, Callable[[], Sample]] = {}
     found: dict[str, Row] = {}
     for name, (ours, prepare) in wanted.items():
 
         def checked(name: str = name, prepare: Callable[[], Ready] = prepare) -> Row:
-            if "compiled" in name and setup.no_compiler:
-                raise Skip(setup.no_compiler)
-            ready[name] = prepare()
-            ready[name].sample()  # whatever is compiled or allocated on first use, or fails
-            return ready[name].row
+            ready = prepare()
+            ready.sample()  # whatever is compiled or allocated on first use, or fails
+            samplers[name] = ready.sample
+            return ready.row
 
-        found[name] = attempt({**axes, **more, "variant": name, "ours": ours}, checked)
-        if found[name]["status"] != "ok":
-            ready.pop(name, None)
-    samples = _take_turns({name: variant.sample for name, variant in ready.items()}, quick=setup.smoke)
+        case = Case({**axes, **more, "variant": name}, checked, ours, "compiled" in name)
+        found[name] = attempt(setup, case)
+    samples = _take_turns(samplers, quick=setup.smoke)
     for name, row in found.items():
         if name in samples:
             row |= _numbers(samples[name], samples.get(base))
-            if base in ready and "saved_bytes" in row:
+            if base in samples and "saved_bytes" in row:
                 row["memory_ratio"] = row["saved_bytes"] / found[base]["saved_bytes"]
-            if more.get("elements"):
-                row["ns_per_element"] = row["ms"] * 1e6 / more["elements"]
+            if elements:
+                row["ns_per_element"] = row["ms"] * 1e6 / elements
         yield row
     setup.free()
 
@@ -158,97 +186,58 @@ def _numbers(samples: list[Sample], base: list[Sample] | None) -> Row:
     return row
 
 
-def _fwd_bwd(forward: Callable[[], Tensor], backward: Callable[[Tensor], Any]) -> Sample:
-    start = time.perf_counter()
-    output = forward()
-    middle = time.perf_counter()
-    backward(output)
-    return middle - start, time.perf_counter() - middle
-
-
-def _whole(call: Callable[[], Any]) -> Sample:
-    start = time.perf_counter()
-    call()
-    return (time.perf_counter() - start,)
-
-
 def _batch_norms(setup: Setup, axes: dict[str, str], shape: Shape, names: Sequence[str]) -> Iterator[Row]:
     images, elements = shape[0], math.prod(shape)
     if elements > CHECKED and not any(_BATCH_NORMS[name].compile for name in names):
         images = min(images, max(2, CHECKED * images // elements))
-    options = {"last": axes["layout"] == "cl", "residual": axes["form"] == "add_relu"}
-    dtype = DTYPES[axes["dtype"]]
-    data: list[BatchNormData] = []
-    references: dict[str, BatchNormReference] = {}
+    last, residual = axes["layout"] == "cl", axes["form"] == "add_relu"
+
+    @cache
+    def draw(count: int) -> BatchNormData:
+        size = (count, *shape[1:])
+        return BatchNormData.random(size, DTYPES[axes["dtype"]], setup.device, last=last, residual=residual)
 
     def prepare(variant: layers.Variant) -> Ready:
-        if not data:
-            small = (images, *shape[1:])
-            data.append(BatchNormData.random(small, dtype, setup.device, **options))
-            data.append(data[0] if images == shape[0] else BatchNormData.random(shape, dtype, setup.device, **options))
-        few, many = data
-        if variant.kind not in references:
-            references[variant.kind] = BatchNormReference.of(few, variant.kind)
-        module, norm = layers.build(setup, variant, few)
-        error = check.check_batch_norm(module, norm, few, references[variant.kind], lean=variant.lean)
-        parameters = [norm.weight, norm.bias]
-
-        def backward(one: BatchNormData, output: Tensor) -> Any:
-            return torch.autograd.grad(output, [*one.inputs(), *parameters], one.g)
-
-        free = [*parameters, norm.running_mean, norm.running_var]
-        saved = timing.memory(lambda: module(*few.inputs()), partial(backward, few), free).saved
-        row = {"error": error, "saved_share": saved / (few.x.numel() * few.x.element_size())}
-        return Ready(lambda: _fwd_bwd(lambda: module(*many.inputs()), partial(backward, many)), row)
+        few = draw(images)
+        layer = layers.layer_of(setup, variant, few)
+        return Ready.of(layer, draw(shape[0]), error=layer.check(), saved_share=_saved_share(layer, few))
 
     variants = {name: (_BATCH_NORMS[name].ours, partial(prepare, _BATCH_NORMS[name])) for name in names}
-    axes = {**axes, "size": "x".join(map(str, shape))}
-    more = {"tensor_bytes": elements * dtype.itemsize, "elements": elements}
-    yield from _group(setup, axes, variants, "native", **more)
+    yield from _group(setup, {**axes, "size": "x".join(map(str, shape))}, variants, "native", elements)
+
+
+def _saved_share(layer: Layer, data: Any) -> float:
+    """Bytes that are saved for backward, as a share of the input's."""
+    x: Tensor = data.x
+    return layer.memory(data).saved / (x.numel() * x.element_size())
 
 
 def _row_norms(setup: Setup) -> Iterator[Row]:
     for part, family in (("layer_norm", "layer"), ("rms_norm", "rms")):
         for dtype in AXES["dtype"]:
             for shape in layernorm.SMOKE_SHAPES if setup.smoke else ROW_SHAPES:
-                draw = cache(partial(RowNormData.random, *shape, DTYPES[dtype], setup.device))
-                references = cache(partial(_row_norm_reference, draw, family == "rms"))
                 compile = (dtype, shape) == ("fp32", ROW_SHAPES[0])
+                draw = cache(partial(RowNormData.random, *shape, DTYPES[dtype], setup.device))
                 variants = {
-                    v.name.removeprefix("rms_"): (v.ours, partial(_row_norm, v, draw, references))
+                    v.name.removeprefix("rms_"): (v.ours, partial(_row_norm, v, draw))
                     for v in layernorm.VARIANTS
-                    if v.family == family and v.needs is None and (compile or not v.compile)
+                    if v.family == family and v.on_cpu and (compile or not v.compile)
                 }
                 axes = {"part": part, "dtype": dtype, "size": f"{shape[0]}x{shape[1]}"}
-                elements = math.prod(shape)
-                more = {"tensor_bytes": elements * DTYPES[dtype].itemsize, "elements": elements}
-                yield from _group(setup, axes, variants, "native", **more)
+                yield from _group(setup, axes, variants, "native", math.prod(shape))
 
 
-def _row_norm_reference(draw: Callable[[], RowNormData], rms: bool, p: float) -> list[Tensor]:
-    return check.row_norm_reference(draw(), p, rms=rms, eps=layernorm.EPS)
-
-
-def _row_norm(
-    variant: layernorm.Variant, draw: Callable[[], RowNormData], references: Callable[[float], list[Tensor]]
-) -> Ready:
-    one, rms = draw(), variant.family == "rms"
-    norm = peers.compiled(variant.norm) if variant.compile else variant.norm
-
-    def backward(output: Tensor) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(output, (one.x, one.weight) if rms else (one.x, one.weight, one.bias), one.g)
-
-    output = norm(one)
+def _row_norm(variant: layernorm.Variant, draw: Callable[[], RowNormData]) -> Ready:
+    one = draw()
+    layer = layernorm.layer_of(variant, one)
     error, note = None, ""
     try:
-        error = check.check_row_norm([output, *backward(output)], references(variant.p), one)
+        error = layer.check()
     except Wrong as wrong:
         if variant.ours or one.x.dtype == torch.float32:
             raise
         note = f"PyTorch sums in half precision: {wrong}"  # it is what users have, so it is timed nevertheless
-    saved = timing.memory(lambda: norm(one), backward, [one.weight, one.bias]).saved
-    row = {"error": error, "note": note, "saved_share": saved / (one.x.numel() * one.x.element_size())}
-    return Ready(lambda: _fwd_bwd(lambda: norm(one), backward), row)
+    return Ready.of(layer, one, error=error, note=note, saved_share=_saved_share(layer, one))
 
 
 def resnet18(setup: Setup) -> nn.Module:
@@ -258,75 +247,49 @@ def resnet18(setup: Setup) -> nn.Module:
 
 
 def _weight_norm(setup: Setup) -> Iterator[Row]:
-    names = ("torch", "classic", "bounded", "bounded_l1")
-    variants = {name: (name != "torch", partial(_weight_norm_of, setup, name)) for name in names}
-    size = sum(m.weight.numel() for m in resnet18(setup).modules() if isinstance(m, nn.Conv2d))
-    more = {"size": "ResNet-18", "tensor_bytes": 4 * size, "elements": size}
-    yield from _group(setup, {"part": "weight_norm", "dtype": "fp32"}, variants, "torch", **more)
+    def prepare(name: str) -> Ready:
+        model = resnet18(setup)
+        weightnorm.VARIANTS[name](model)
+        layer, gradients = weightnorm.weights_of(model, name, torch.float32)
+        return Ready.of(layer, gradients, error=layer.check())
 
-
-def _weight_norm_of(setup: Setup, variant: str) -> Ready:
-    model = resnet18(setup)
-    weightnorm.VARIANTS[variant](model)
-    convolutions, parameters = weightnorm.layers_of(model), weightnorm.parameters_of(model)
-    gradients = [torch.randn_like(p[-1]) for p in parameters]
-    leaves = [p for group in parameters for p in group]
-    model.forward = lambda: [layer.weight for layer in convolutions]  # called by the model, with what it does before
-
-    def backward(weights: list[Tensor]) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(weights, leaves, gradients)
-
-    weights = model()
-    flat = iter(backward(weights))
-    error = 0.0
-    for layer, group, weight, g in zip(convolutions, parameters, weights, gradients):
-        results = [weight, *(next(flat) for _ in group)]
-        reference = weightnorm.reference(layer, group, variant, g)
-        error = max(error, check.compare_weights(results, reference, torch.float32))
-    return Ready(lambda: _fwd_bwd(model, backward), {"error": error})  # type: ignore[arg-type]
+    variants = {
+        name: (name != "torch", partial(prepare, name)) for name in ("torch", "classic", "bounded", "bounded_l1")
+    }
+    elements = sum(m.weight.numel() for m in resnet18(setup).modules() if isinstance(m, nn.Conv2d))
+    yield from _group(setup, {"part": "weight_norm", "dtype": "fp32"}, variants, "torch", elements, size="ResNet-18")
 
 
 def _optimizers(setup: Setup) -> Iterator[Row]:
     shapes = {name: tuple(p.shape) for name, p in resnet18(setup).named_parameters()}
-    size = sum(map(math.prod, shapes.values()))
 
     def prepare(name: str) -> Ready:
         build, _ = optim.OPTIMIZERS[name]
         if wrong := optim.check(build, shapes, "cpu"):
             raise Wrong(wrong)
         optimizer, step = build(optim.make_parameters(shapes, "cpu", torch.float32), False)
-        return Ready(lambda: _whole(step), {"optimizer": type(optimizer).__name__})
+        return Ready.of_step(step, optimizer=type(optimizer).__name__)
 
     variants = {name: ("SGD(" not in name, partial(prepare, name)) for name in _OPTIMIZERS}
-    more = {"size": "ResNet-18", "tensor_bytes": 4 * size, "elements": size}
-    yield from _group(setup, {"part": "optimizer", "dtype": "fp32"}, variants, _OPTIMIZERS[0], **more)
+    axes, elements = {"part": "optimizer", "dtype": "fp32"}, sum(map(math.prod, shapes.values()))
+    yield from _group(setup, axes, variants, _OPTIMIZERS[0], elements, size="ResNet-18")
 
 
 def _step(setup: Setup) -> Iterator[Row]:
     """A training step in fp32, channels_last: forward, cross entropy, backward, SGD with momentum."""
     variants = {name: (name != "native", partial(_step_of, setup, name)) for name in _STEPS}
-    size = {"size": "ResNet-18, 4x3x32x32" if setup.smoke else "ResNet-18, 32x3x224x224"}
-    yield from _group(setup, {"part": "step", "dtype": "fp32", "layout": "cl"}, variants, "native", **size)
+    size = "ResNet-18, 4x3x32x32" if setup.smoke else "ResNet-18, 32x3x224x224"
+    yield from _group(setup, {"part": "step", "dtype": "fp32", "layout": "cl"}, variants, "native", size=size)
 
 
 def _step_of(setup: Setup, name: str) -> Ready:
     make = _STEPS[name]
     model = make(resnet18(setup)).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     error = _check_step(copy.deepcopy(model), make(resnet18(setup), **({} if name == "native" else {"fuse": False})))
-    images, size = (4, 32) if setup.smoke else (32, 224)
-    x = torch.randn(images, 3, size, size).contiguous(memory_format=torch.channels_last)
-    y = torch.randint(10, (images,))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-
-    def step() -> None:
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    free = [*model.parameters(), *model.buffers()]
-    saved = timing.memory(lambda: F.cross_entropy(model(x), y), Tensor.backward, free).saved
-    optimizer.zero_grad(set_to_none=True)
-    return Ready(lambda: _whole(step), {"error": error, "saved_bytes": saved})
+    step = Step(setup, model, torch.float32, compile=False, batch=32)
+    saved = timing.memory(step.forward, Tensor.backward, [*model.parameters(), *model.buffers()]).saved
+    model.zero_grad(set_to_none=True)
+    return Ready.of_step(step, error=error, saved_bytes=saved)
 
 
 def _check_step(model: nn.Module, plain: nn.Module) -> float:

@@ -1,4 +1,8 @@
-"""What every benchmark shares: where it runs, which rows are wanted, rows that survive a failure, and the JSON file."""
+"""What every benchmark shares: where it runs, which rows are wanted, how a row is measured, and the JSON file.
+
+A benchmark is a table of variants and shapes. It gives a :class:`Case` for each row, and says what the row is compared
+with. :func:`rows_of` does the rest. A case of one layer is a :class:`Layer`, checked and then timed.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,14 @@ import json
 import platform
 import time
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from normmatters.bench import peers, timing
 from normmatters.provenance import commit, device_name
@@ -70,11 +75,7 @@ class Setup:
     smoke: bool = False
     only: Selection = Selection()
     share: tuple[int, int] | None = None  # (i, n): run the i-th of n shares of the rows once, for the compilers' caches
-    warm_up: Callable[[], None] = lambda: None  # compiles what the rows need; for those that put it off, see `warmup`
-
-    def mine(self, *key: str) -> bool:
-        """Whether a row that compiles what ``key`` names belongs to this process."""
-        return self.share is None or zlib.crc32("/".join(key).encode()) % self.share[1] == self.share[0]
+    warm_up: Callable[[], None] = lambda: None  # compiles what the rows need, see `warmup`
 
     @property
     def cuda(self) -> bool:
@@ -105,11 +106,84 @@ class Setup:
             torch.cuda.empty_cache()
 
 
-def attempt(row: Row, measure: Callable[[], Row]) -> Row:
-    """``row`` with what ``measure`` gives, or with the reason why it has no numbers. Never raises."""
+@dataclass(frozen=True)
+class Case:
+    """A row to be: its names, what gives its numbers, and what else it says."""
+
+    names: Mapping[str, str]  # the variant, and where it stands on the other axes
+    measure: Callable[[], Row]
+    ours: bool = True
+    compile: bool = False  # by torch.compile
+    more: Row = field(default_factory=dict)
+
+    def shared_key(self) -> bytes:
+        """What it compiles. Our kernels are compiled for a kind of layer, the peers for every shape."""
+        return "/".join(value for axis, value in self.names.items() if self.compile or axis != "size").encode()
+
+
+def layer_cases(
+    setup: Setup,
+    axes: Mapping[str, str],
+    tensor_bytes: int,
+    variants: Iterable[Any],
+    draw: Callable[[], Any],
+    layer_of: Callable[[Any, Any], Layer],
+) -> Iterator[Case]:
+    """The variants of one layer, all on the same data, which ``draw`` makes when the first of them is measured."""
+
+    @cache
+    def data() -> list[Any]:
+        one = draw()
+        copies = timing.rotation(tensor_bytes, setup.device) if setup.share is None else 1
+        return [one, *(one.copies() for _ in range(copies - 1))]
+
+    def measure(variant: Any) -> Row:
+        return layer_of(variant, data()[0]).measure(setup, data(), tensor_bytes)
+
+    for v in variants:
+        names = {**axes, "variant": v.name}
+        yield Case(names, partial(measure, v), v.ours, v.compile, {"tensor_bytes": tensor_bytes})
+        if v.compile:
+            setup.free()
+
+
+def rows_of(
+    setup: Setup,
+    cases: Iterable[Case],
+    compare: Callable[[Sequence[Row]], None],
+    *,
+    eager_first: bool = False,
+) -> Iterator[Row]:
+    """Measure the cases one after the other.
+
+    Args:
+        compare: adds the ratios to the last of the rows that have numbers. It may fill them in in earlier rows too.
+        eager_first: what the rows need is only compiled beforehand when the first one comes that is compiled.
+    """
+    good: list[Row] = []
+    warmed = False
+    for case in cases:
+        if setup.share is not None and zlib.crc32(case.shared_key()) % setup.share[1] != setup.share[0]:
+            continue
+        if not warmed and (case.compile or not eager_first):
+            setup.warm_up()
+            warmed = True
+        row = attempt(setup, case)
+        if row["status"] == "ok" and setup.share is None:
+            good.append(row)
+            compare(good)
+        del case  # and the tensors that it holds
+        yield row
+
+
+def attempt(setup: Setup, case: Case) -> Row:
+    """The row of a case with its numbers, or with the reason why it has none. Never raises."""
+    row: Row = {**case.names, "ours": case.ours, **case.more}
     start = time.perf_counter()
     try:
-        result = {**row, "status": "ok", "note": "", **measure()}
+        if case.compile and setup.no_compiler:
+            raise Skip(setup.no_compiler)
+        result = {**row, "status": "ok", "note": "", **case.measure()}
     except Wrong as error:
         result = {**row, "status": "WRONG", "note": str(error)}
     except Skip as error:
@@ -121,6 +195,61 @@ def attempt(row: Row, measure: Callable[[], Row]) -> Row:
     return result
 
 
+@dataclass(frozen=True)
+class Layer:
+    """What is computed forward from some data, and back. The data's ``g`` are the gradients of the outputs."""
+
+    forward: Callable[[Any], Any]
+    sources: Callable[[Any], Sequence[Tensor]]  # of the data: what gradients are asked for
+    check: Callable[[], float]  # the largest error as a share of its tolerance; raises Wrong
+    state: Sequence[Tensor] = ()  # parameters and buffers: memory that is there anyway
+
+    def backward(self, data: Any, outputs: Any, *, again: bool = False) -> tuple[Tensor, ...]:
+        """The gradients; with ``again`` the backward pass may be repeated."""
+        return torch.autograd.grad(outputs, self.sources(data), data.g, retain_graph=again)
+
+    def memory(self, data: Any) -> timing.Memory:
+        return timing.memory(partial(self.forward, data), partial(self.backward, data, again=True), self.state)
+
+    def measure(self, setup: Setup, data: Sequence[Any], tensor_bytes: int) -> Row:
+        """Check, memory and times; ``data`` are sets to take turns with. A share of the rows only runs it once."""
+        first = data[0]
+        if setup.share is not None:
+            self.backward(first, self.forward(first))
+            return {}
+        with timing.side_stream(setup.device):
+            error, memory = self.check(), self.memory(first)
+            fwd = timing.time_calls([partial(self.forward, one) for one in data], setup.device, quick=setup.smoke)
+            calls = [partial(self.backward, one, self.forward(one), again=True) for one in data]
+            bwd = timing.time_calls(calls, setup.device, quick=setup.smoke)
+        return {
+            "error": error,
+            "fwd_ms": fwd.ms,
+            "bwd_ms": bwd.ms,
+            "eager_fwd_ms": fwd.eager_ms,
+            "eager_bwd_ms": bwd.eager_ms,
+            "timed_by": fwd.by if fwd.by == bwd.by else f"{fwd.by}; {bwd.by}",
+            "saved_bytes": memory.saved,
+            "saved_share": memory.saved / tensor_bytes,
+            "allocated_bytes": memory.allocated,
+            "peak_bytes": memory.peak,
+        }
+
+
+def compare_with_native(rows: Sequence[Row], family: Callable[[str], str] = lambda variant: "") -> None:
+    """Give the last row its time as a ratio to the fastest native form so far, of the same family and shape."""
+
+    def place(row: Row) -> list[Any]:
+        return [family(row["variant"]), *(row.get(axis) for axis in ("dtype", "layout", "form", "size"))]
+
+    def total(row: Row) -> float:
+        return float(row["fwd_ms"] + row["bwd_ms"])
+
+    last = rows[-1]
+    native = [total(row) for row in rows if "native" in row["variant"] and place(row) == place(last)]
+    last["ratio"] = total(last) / min(native) if native else None
+
+
 def passes(ms: float, memory_bandwidth: float, tensor_bytes: int) -> float:
     """Time in passes over memory: one pass is the tensor read or written once at the speed of a copy.
 
@@ -130,22 +259,6 @@ def passes(ms: float, memory_bandwidth: float, tensor_bytes: int) -> float:
     4.0
     """
     return ms * 1e-3 * memory_bandwidth / tensor_bytes
-
-
-def measured(error: float, fwd: timing.Timing, bwd: timing.Timing, memory: timing.Memory, tensor_bytes: int) -> Row:
-    """What a row says of a layer that passed its check with ``error``: times and bytes."""
-    return {
-        "error": error,
-        "fwd_ms": fwd.ms,
-        "bwd_ms": bwd.ms,
-        "eager_fwd_ms": fwd.eager_ms,
-        "eager_bwd_ms": bwd.eager_ms,
-        "timed_by": fwd.by if fwd.by == bwd.by else f"{fwd.by}; {bwd.by}",
-        "saved_bytes": memory.saved,
-        "saved_share": memory.saved / tensor_bytes,
-        "allocated_bytes": memory.allocated,
-        "peak_bytes": memory.peak,
-    }
 
 
 def failed(rows: Iterable[Row]) -> list[Row]:

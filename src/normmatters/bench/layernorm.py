@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import importlib
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from normmatters.bench import peers, timing
+from normmatters.bench import peers
 from normmatters.bench.check import RowNormData, check_row_norm, row_norm_reference
-from normmatters.bench.harness import DTYPES, Row, Setup, Skip, attempt, measured
+from normmatters.bench.harness import DTYPES, Case, Layer, Row, Setup, Skip, compare_with_native, layer_cases, rows_of
 from normmatters.kernels import dispatch
 from normmatters.norm import Norm
 
@@ -45,15 +48,27 @@ def _native_rms(d: RowNormData) -> Tensor:
     return F.rms_norm(d.x, _shape(d), d.weight, EPS)
 
 
+def peer(package: str, module: str, name: str) -> Any:
+    """Another package's kernel; :class:`Skip` where there is none."""
+    try:
+        return getattr(importlib.import_module(module), name)
+    except Exception:  # importing them also fails on machines without a GPU
+        raise Skip(f"{package}'s kernels are not installed, or do not run here") from None
+
+
 def _liger(d: RowNormData) -> Tensor:
-    result: Tensor = peers.liger("LigerLayerNormFunction").apply(d.x, d.weight, d.bias, EPS)
-    return result
+    function = peer("Liger", "liger_kernel.ops.layer_norm", "LigerLayerNormFunction")
+    return function.apply(d.x, d.weight, d.bias, EPS)  # type: ignore[no-any-return]
 
 
 def _liger_rms(d: RowNormData) -> Tensor:
+    function = peer("Liger", "liger_kernel.ops.rms_norm", "LigerRMSNormFunction")
     # Its backward may overwrite the incoming gradient, which is used again here: the last argument forbids it.
-    result: Tensor = peers.liger("LigerRMSNormFunction").apply(d.x, d.weight, EPS, 0.0, "llama", False)
-    return result
+    return function.apply(d.x, d.weight, EPS, 0.0, "llama", False)  # type: ignore[no-any-return]
+
+
+def _quack_rms(d: RowNormData) -> Tensor:
+    return peer("quack", "quack.rmsnorm", "rmsnorm")(d.x, d.weight, eps=EPS)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -66,19 +81,21 @@ class Variant:
     norm: Forward
     ours: bool = True
     compile: bool = False
-    needs: str | None = None
+    on_cpu: bool = True
 
 
 # The native forms of a family come first: the others' ratios refer to the fastest of them.
 VARIANTS = [
     Variant("native", "layer", 2, _native, ours=False),
     Variant("native_compiled", "layer", 2, _native, ours=False, compile=True),
-    Variant("liger", "layer", 2, _liger, ours=False, needs="LigerLayerNormFunction"),
+    Variant("liger", "layer", 2, _liger, ours=False, on_cpu=False),
     Variant("l1", "layer", 1, _ours(1)),
     Variant("l2", "layer", 2, _ours(2)),
     Variant("rms_native", "rms", 2, _native_rms, ours=False),
     Variant("rms_native_compiled", "rms", 2, _native_rms, ours=False, compile=True),
-    Variant("rms_liger", "rms", 2, _liger_rms, ours=False, needs="LigerRMSNormFunction"),
+    Variant("rms_liger", "rms", 2, _liger_rms, ours=False, on_cpu=False),
+    # quack has a layer norm too, but without a backward pass
+    Variant("rms_quack", "rms", 2, _quack_rms, ours=False, on_cpu=False),
     Variant("rms_l1", "rms", 1, _our_rms(1)),
     Variant("rms_l2", "rms", 2, _our_rms(2)),
 ]
@@ -92,64 +109,34 @@ AXES = {
 
 def rows(setup: Setup) -> Iterator[Row]:
     """Every wanted row; bf16 unless fp16 is asked for."""
+    families = {v.name: v.family for v in VARIANTS}
+    return rows_of(setup, cases(setup), partial(compare_with_native, family=families.__getitem__))
+
+
+def cases(setup: Setup) -> Iterator[Case]:
     for dtype in AXES["dtype"]:
         if dtype == "fp16" and not setup.only.words & {"fp16", "all"}:
             continue
         for shape in SMOKE_SHAPES if setup.smoke else SHAPES:
             axes = {"dtype": dtype, "size": f"{shape[0]}x{shape[1]}"}
             wanted = [v for v in VARIANTS if setup.only.allows(AXES, {**axes, "variant": v.name})]
-            yield from _group(setup, shape, axes, [v for v in wanted if not (setup.smoke and v.compile)])
-
-
-def _group(setup: Setup, shape: tuple[int, int], axes: dict[str, str], variants: list[Variant]) -> Iterator[Row]:
-    if not variants:
-        return
-    dtype = DTYPES[axes["dtype"]]
-    tensor_bytes = shape[0] * shape[1] * dtype.itemsize
-    first = RowNormData.random(*shape, dtype, setup.device)
-    data = [first] + [first.copies() for _ in range(timing.rotation(tensor_bytes, setup.device) - 1)]
-    best: dict[str, float] = {}
-    for variant in variants:
-        if not setup.mine(axes["dtype"], axes["size"], variant.name):
-            continue
-        row: Row = {**axes, "variant": variant.name, "ours": variant.ours, "tensor_bytes": tensor_bytes}
-        row = attempt(row, partial(_measure, setup, variant, data, tensor_bytes))
-        if row["status"] == "ok" and setup.share is None:
-            total = row["fwd_ms"] + row["bwd_ms"]
-            if "native" in variant.name:
-                best[variant.family] = min(total, best.get(variant.family, total))
-            row["ratio"] = total / best[variant.family] if variant.family in best else None
-        yield row
-        if variant.compile:
+            wanted = [v for v in wanted if not (setup.smoke and v.compile)]
+            draw = partial(RowNormData.random, *shape, DTYPES[dtype], setup.device)
+            yield from layer_cases(setup, axes, math.prod(shape) * DTYPES[dtype].itemsize, wanted, draw, layer_of)
             setup.free()
-    data.clear()
-    setup.free()
 
 
-def _measure(setup: Setup, variant: Variant, data: list[RowNormData], tensor_bytes: int) -> Row:
-    if variant.compile and setup.no_compiler:
-        raise Skip(setup.no_compiler)
-    if variant.needs is not None and peers.liger(variant.needs) is None:
-        raise Skip("Liger's kernels are not installed, or do not run here")
+def layer_of(variant: Variant, data: RowNormData) -> Layer:
+    """The variant, with the data's parameters."""
     norm = peers.compiled(variant.norm) if variant.compile else variant.norm
     rms = variant.family == "rms"
 
-    def backward(output: Tensor, one: RowNormData) -> tuple[Tensor, ...]:
-        inputs = (one.x, one.weight) if rms else (one.x, one.weight, one.bias)
-        return torch.autograd.grad(output, inputs, one.g, retain_graph=True)
+    def sources(one: RowNormData) -> Sequence[Tensor]:
+        return (one.x, one.weight) if rms else (one.x, one.weight, one.bias)
 
-    first = data[0]
-    if setup.share is not None:
-        backward(norm(first), first)
-        return {}
-    with timing.side_stream(setup.device):
-        output = norm(first)
-        results = [output, *backward(output, first)]
-        error = check_row_norm(results, row_norm_reference(first, variant.p, rms=rms, eps=EPS), first)
-        del output, results
-        memory = timing.memory(lambda: norm(first), lambda out: backward(out, first), [first.weight, first.bias])
-        fwd = timing.time_calls([partial(norm, one) for one in data], setup.device, quick=setup.smoke)
-        outputs = [norm(one) for one in data]
-        calls = [partial(backward, output, one) for output, one in zip(outputs, data)]
-        bwd = timing.time_calls(calls, setup.device, quick=setup.smoke)
-    return measured(error, fwd, bwd, memory, tensor_bytes)
+    def check() -> float:
+        output = norm(data)
+        results = [output, *torch.autograd.grad(output, sources(data), data.g)]
+        return check_row_norm(results, row_norm_reference(data, variant.p, rms=rms, eps=EPS), data)
+
+    return Layer(norm, sources, check, [data.weight, data.bias])

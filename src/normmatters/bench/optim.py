@@ -5,9 +5,7 @@ A number is reported only for an optimizer whose steps on the device agree with 
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, lru_cache, partial
 from typing import Any
 
@@ -17,7 +15,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import MultiStepLR
 
 from normmatters.bench import peers, timing
-from normmatters.bench.harness import Row, Setup, Wrong, attempt
+from normmatters.bench.harness import Axes, Case, Row, Setup, Wrong, rows_of
 from normmatters.optim import (
     Angular,
     AngularSGD,
@@ -35,6 +33,7 @@ Build = Callable[[Named, bool], tuple[Optimizer, Callable[[], Any]]]
 
 LR, MOMENTUM, WEIGHT_DECAY = 0.1, 0.9, 1e-4
 BASE = "SGD(foreach=True)"  # what the others are compared with
+AXES: Axes = {}  # no words choose among the rows
 
 
 def resnet50_shapes(
@@ -51,27 +50,24 @@ def rows(setup: Setup) -> Iterator[Row]:
 
     A smoke run has few and small tensors and few repeats.
     """
+    return rows_of(setup, cases(setup), _compare)
+
+
+def cases(setup: Setup) -> Iterator[Case]:
     shapes = resnet50_shapes(8, (1, 1), 10) if setup.smoke else resnet50_shapes()
-    device, repeats = str(setup.device), 3 if setup.smoke else 30
-    base: dict[str, float] = {}
     for name, (build, graph) in OPTIMIZERS.items():
-        verdict = cache(partial(check, build, shapes, device))
+        verdict = cache(partial(check, build, shapes, str(setup.device)))
         for mode in ("eager", "graph") if graph and setup.cuda else ("eager",):
+            ours = not name.startswith(("SGD(", "AdamW("))
+            measure = partial(_measure, setup, build, shapes, verdict, mode == "graph")
+            yield Case({"variant": name, "mode": mode}, measure, ours)
 
-            def milliseconds(
-                build: Build = build, graph: bool = mode == "graph", verdict: Callable[[], str] = verdict
-            ) -> Row:
-                if wrong := verdict():
-                    raise Wrong(wrong)
-                return {"ms": 1e3 * measure(build, shapes, device, graph, repeats)}
 
-            row: Row = {"variant": name, "mode": mode, "ours": not name.startswith(("SGD(", "AdamW("))}
-            row = attempt(row, milliseconds)
-            if row["status"] == "ok":
-                reference = base.setdefault(mode, row["ms"]) if name == BASE else base.get(mode)
-                if reference is not None:
-                    row |= {"ratio": row["ms"] / reference, "added_ms": row["ms"] - reference}
-            yield row
+def _compare(rows: Sequence[Row]) -> None:
+    last = rows[-1]
+    base = [row["ms"] for row in rows if row["variant"] == BASE and row["mode"] == last["mode"]]
+    if base:
+        last.update(ratio=last["ms"] / base[0], added_ms=last["ms"] - base[0])
 
 
 def make_parameters(shapes: dict[str, tuple[int, ...]], device: str, dtype: torch.dtype) -> Named:
@@ -112,45 +108,21 @@ def check(build: Build, shapes: dict[str, tuple[int, ...]], device: str, steps: 
     return ""
 
 
-def measure(build: Build, shapes: dict[str, tuple[int, ...]], device: str, graph: bool, repeats: int) -> float:
-    """Median seconds of one step."""
-    named = make_parameters(shapes, device, torch.float32)
-    _optimizer, step = build(named, graph)  # kept: a recorder or a schedule hangs on it
-    cuda = torch.device(device).type == "cuda"
-    if graph:
-        step = _capture(step)
-    timing.wake(torch.device(device))  # it idled while the CPU checked
-    for _ in range(3):
-        step()
-    seconds = []
-    for _ in range(repeats):
-        if not cuda:
-            start = time.perf_counter()
-            step()
-            seconds.append(time.perf_counter() - start)
-            continue
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        begin.record()
-        for _ in range(10):  # ten in a row: what the host needs to launch a step counts only where it is the longer
-            step()
-        end.record()
-        torch.cuda.synchronize()
-        seconds.append(begin.elapsed_time(end) / 1e4)
-    return statistics.median(seconds)
-
-
-def _capture(step: Callable[[], Any]) -> Callable[[], Any]:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
+def _measure(
+    setup: Setup, build: Build, shapes: dict[str, tuple[int, ...]], verdict: Callable[[], str], graph: bool
+) -> Row:
+    """Milliseconds of one step, as it is called or as a CUDA graph."""
+    if wrong := verdict():
+        raise Wrong(wrong)
+    _optimizer, step = build(make_parameters(shapes, str(setup.device), torch.float32), graph)  # a schedule holds it
+    timing.wake(setup.device)  # it idled while the CPU checked
+    # Ten in a row: what the host needs to launch a step counts only where it is the longer.
+    calls = [step] * (10 if setup.cuda else 1)
+    with timing.side_stream(setup.device):
+        took = timing.time_calls(calls, setup.device, quick=setup.smoke, graph=graph)
+    if graph and took.graph_ms is None:
+        raise RuntimeError(took.note)
+    return {"ms": took.ms}
 
 
 def _weights(named: Named) -> dict[str, Tensor]:

@@ -138,12 +138,13 @@ class ResNet50(nn.Module):
     """
 
     block: type[Bottleneck] | type[BasicBlock] = Bottleneck
+    depths: Sequence[int] = (3, 4, 6, 3)
 
     def __init__(
         self,
         norm: Callable[[int], nn.Module] = nn.BatchNorm2d,
         *,
-        depths: Sequence[int] = (3, 4, 6, 3),
+        depths: Sequence[int] | None = None,
         width: int = 64,
         classes: int = 1000,
     ) -> None:
@@ -151,7 +152,7 @@ class ResNet50(nn.Module):
         self.conv1, self.bn1 = nn.Conv2d(3, width, 7, 2, 3, bias=False), norm(width)
         self.relu, self.maxpool = nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)
         inputs, blocks = width, []
-        for stage, depth in enumerate(depths):
+        for stage, depth in enumerate(depths or self.depths):
             for index in range(depth):
                 blocks.append(self.block(inputs, width << stage, 2 if stage and not index else 1, norm))
                 inputs = self.block.expansion * (width << stage)
@@ -170,22 +171,4 @@ class ResNet18(ResNet50):
     """torchvision's ResNet-18, built as :class:`ResNet50` is."""
 
     block = BasicBlock
-
-    def __init__(
-        self,
-        norm: Callable[[int], nn.Module] = nn.BatchNorm2d,
-        *,
-        depths: Sequence[int] = (2, 2, 2, 2),
-        width: int = 64,
-        classes: int = 1000,
-    ) -> None:
-        super().__init__(norm, depths=depths, width=width, classes=classes)
-
-
-def liger(name: str) -> Any:
-    """A function of Liger's kernels by name, such as ``LigerLayerNormFunction``, or None where it is not installed."""
-    try:
-        from liger_kernel.ops import layer_norm, rms_norm
-    except Exception:  # it also fails on machines without a GPU
-        return None
-    return getattr(layer_norm, name, None) or getattr(rms_norm, name, None)
+    depths = (2, 2, 2, 2)

@@ -21,14 +21,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from normmatters.bench import layers, peers, timing
-from normmatters.bench.check import BatchNormData, BatchNormReference, check_batch_norm
-from normmatters.bench.harness import DTYPES, Row, Setup, Skip, Wrong, attempt
+from normmatters.bench.check import BatchNormData
+from normmatters.bench.harness import DTYPES, Case, Row, Setup, Wrong, rows_of
 from normmatters.surgery import convert
 
 STEPS = 20
 SERIES = (3, 10)  # at least and at most
 QUIET = 1.02  # no more series when the median is within this of the fastest step
-DEPTHS = (3, 4, 6, 3)
 
 
 @dataclass(frozen=True)
@@ -70,25 +69,16 @@ def rows(setup: Setup) -> Iterator[Row]:
 
     A row's ratios are to rows that may come later. They are filled in then, in the rows that were given out before.
     """
-    found: list[Row] = []
-    warmed = False
+    return rows_of(setup, cases(setup), _compare, eager_first=True)
+
+
+def cases(setup: Setup) -> Iterator[Case]:
     order = itertools.product(AXES["mode"], AXES["dtype"], VARIANTS)
     for mode, dtype, variant in sorted(order, key=lambda row: row[2].name not in _MAIN):
-        axes = {"dtype": dtype, "mode": mode, "variant": variant.name}
-        if mode not in variant.modes or not setup.only.allows(AXES, axes):
-            continue
-        if not _usual(setup, axes) or not setup.mine(*axes.values()):
-            continue
-        if mode == "compiled" and not warmed:
-            setup.warm_up()
-            warmed = True
-        row: Row = {**axes, "ours": variant.ours}
-        row = attempt(row, partial(_measure, setup, variant, axes))
-        if row["status"] == "ok" and setup.share is None:
-            found.append(row)
-            _compare(found)
-        yield row
-        setup.free()
+        names = {"dtype": dtype, "mode": mode, "variant": variant.name}
+        if mode in variant.modes and setup.only.allows(AXES, names) and _usual(setup, names):
+            yield Case(names, partial(_measure, setup, variant, names), variant.ours, mode == "compiled")
+            setup.free()
 
 
 def _usual(setup: Setup, axes: dict[str, str]) -> bool:
@@ -123,32 +113,27 @@ def _check_norm(setup: Setup, name: str, dtype: torch.dtype) -> float:
     for residual in (False, True):
         shape = layers.SMOKE_SHAPES[0] if setup.smoke else (256, 256, 14, 14)
         data = BatchNormData.random(shape, dtype, setup.device, last=True, residual=residual)
-        module, norm = layers.build(setup, variant, data)
-        reference = BatchNormReference.of(data, variant.kind)
-        error = max(error, check_batch_norm(module, norm, data, reference, lean=variant.lean))
+        error = max(error, layers.layer_of(setup, variant, data).check())
     return error
 
 
 def _measure(setup: Setup, variant: Variant, axes: dict[str, str]) -> Row:
-    if axes["mode"] == "compiled" and setup.no_compiler:
-        raise Skip(setup.no_compiler)
-    dtype = DTYPES[axes["dtype"]]
-    checked = variant.layer is not None and setup.share is None
-    error = _check_norm(setup, variant.layer, dtype) if checked and variant.layer else None
+    dtype, compile = DTYPES[axes["dtype"]], axes["mode"] == "compiled"
+    error = _check_norm(setup, variant.layer, dtype) if variant.layer and setup.share is None else None
     model = _model(setup, variant, fuse=True)
-    step = Step(setup, model, dtype, compile=axes["mode"] == "compiled")
+    step = Step(setup, model, dtype, compile=compile)
     if setup.share is not None:
         step.probe(step.model, model)
         return {}
     if variant.ours:
         check_fused(setup, variant, dtype)
-        if axes["mode"] == "compiled":
+        if compile:
             check_same(step, model, model)
         setup.free()
     return {"error": error, **step.measure()}
 
 
-def _model(setup: Setup, variant: Variant, *, fuse: bool, depths: Sequence[int] = DEPTHS) -> nn.Module:
+def _model(setup: Setup, variant: Variant, *, fuse: bool, depths: Sequence[int] | None = None) -> nn.Module:
     torch.manual_seed(0)
     model = variant.convert(build(setup, variant.norm, depths), fuse)
     if variant.name == "none":
@@ -181,7 +166,7 @@ def check_same(step: Step, model: nn.Module, plain: nn.Module, *, first: bool = 
             raise Wrong(f"the timed network's {name} gradient has cosine {cosine:.3f} with the plain one's")
 
 
-def build(setup: Setup, norm: Callable[[int], nn.Module], depths: Sequence[int] = DEPTHS) -> nn.Module:
+def build(setup: Setup, norm: Callable[[int], nn.Module], depths: Sequence[int] | None = None) -> nn.Module:
     """The network: ResNet-50, or for a smoke run a small one of the same blocks."""
     if setup.smoke:
         return peers.ResNet50(norm, depths=(1, 1), width=8, classes=10)
@@ -212,8 +197,8 @@ def best_series(measure: Callable[[], list[float]], count: tuple[int, int]) -> l
 class Step:
     """A training step on one batch of noise, and its measurements."""
 
-    def __init__(self, setup: Setup, model: nn.Module, dtype: torch.dtype, *, compile: bool) -> None:
-        batch, size, classes = (4, 32, 10) if setup.smoke else (256, 224, 1000)
+    def __init__(self, setup: Setup, model: nn.Module, dtype: torch.dtype, *, compile: bool, batch: int = 256) -> None:
+        batch, size, classes = (4, 32, 10) if setup.smoke else (batch, 224, 1000)
         self.setup, self.dtype = setup, dtype
         x = torch.randn(batch, 3, size, size, device=setup.device)
         self.x = x.contiguous(memory_format=torch.channels_last)
@@ -224,7 +209,7 @@ class Step:
     def forward(self, model: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         # Not `model or self.model`: the truth of a compiled module is asked of its len(), which it may not have.
         chosen = self.model if model is None else model
-        with torch.autocast(self.setup.device.type, self.dtype):
+        with torch.autocast(self.setup.device.type, self.dtype, enabled=self.dtype != torch.float32):
             logits = chosen(self.x)
             if logits.dtype != self.dtype:
                 raise Wrong(f"the network computes in {logits.dtype} where autocast asks for {self.dtype}")

@@ -44,7 +44,7 @@ class Timing:
     @property
     def note(self) -> str:
         """Why there is no time of a graph, where one was tried."""
-        return "" if self.by in ("graph", "clock") else f"timed by {self.by}"
+        return "" if self.by in ("graph", "clock", "events") else f"timed by {self.by}"
 
 
 def rotation(tensor_bytes: int, device: torch.device) -> int:
@@ -59,11 +59,11 @@ def rotation(tensor_bytes: int, device: torch.device) -> int:
     return min(max(least, math.ceil(2 * cache / tensor_bytes)), 32)
 
 
-def time_calls(calls: Sequence[Call], device: torch.device, *, quick: bool = False) -> Timing:
+def time_calls(calls: Sequence[Call], device: torch.device, *, quick: bool = False, graph: bool = True) -> Timing:
     """Median time of one of ``calls``, which do the same work on different tensors and are run in turn.
 
     On a GPU run it inside :func:`side_stream`, with everything that the calls depend on: a CUDA graph is captured on
-    the stream that autograd recorded.
+    the stream that autograd recorded. Without ``graph`` none is tried.
     """
     if device.type != "cuda":
         ms = _time_on_cpu(calls, quick)
@@ -72,6 +72,8 @@ def time_calls(calls: Sequence[Call], device: torch.device, *, quick: bool = Fal
         call()
     torch.cuda.synchronize(device)
     eager = _time_by_events(lambda: [call() for call in calls], quick) / len(calls)
+    if not graph:
+        return Timing(eager, eager, "events")
     reason = _spoiled.get(device)
     if reason is None:
         try:

@@ -16,8 +16,6 @@ from normmatters.bench.harness import Setup
 
 #: Processes at most, by the device memory that a row takes; others have nothing to compile.
 PROCESSES = {"layers": 12, "layernorm": 8, "resnet50": 4, "weightnorm": 4}
-#: Benchmarks whose first rows need nothing compiled: they ask for it themselves, by ``Setup.warm_up``.
-LATER = ("resnet50", "weightnorm")
 
 
 def default_jobs(name: str, setup: Setup) -> int:
@@ -27,8 +25,10 @@ def default_jobs(name: str, setup: Setup) -> int:
     return min(PROCESSES.get(name, 0), max((os.cpu_count() or 1) - 2, 0))
 
 
-def warm_up(name: str, setup: Setup, jobs: int, *, limit_s: float = 300) -> float:
-    """Run every row once in ``jobs`` processes; returns the seconds it took. Their failures are the run's to report."""
+def warm_up(name: str, setup: Setup, jobs: int, *, limit_s: float = 300) -> None:
+    """Run every row once in ``jobs`` processes, if there are rows to compile. Failures are the run's to report."""
+    if not jobs or name not in PROCESSES or setup.share is not None:
+        return
     start = time.perf_counter()
     threads = str(max(1, (os.cpu_count() or 1) // jobs))
     environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": threads, "OMP_NUM_THREADS": "1"}
@@ -46,7 +46,7 @@ def warm_up(name: str, setup: Setup, jobs: int, *, limit_s: float = 300) -> floa
         for process in running:
             if process.poll() is None:
                 process.kill()
-    return time.perf_counter() - start
+    print(f"\n{name}: compiled in {time.perf_counter() - start:.0f} s by {jobs} processes", flush=True)
 
 
 def _command(name: str, setup: Setup, share: str) -> Sequence[str]:

@@ -7,7 +7,8 @@ from them. ``step`` is the training step of ``resnet50`` with mean-only batch no
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from normmatters.bench import check, peers, timing
-from normmatters.bench.harness import Row, Setup, Skip, attempt
+from normmatters.bench.harness import Case, Layer, Row, Setup, rows_of
 from normmatters.bench.resnet50 import Step, build, check_same
 from normmatters.functional import bounded_weight
 from normmatters.functional.weight import slice_norm
@@ -26,7 +27,7 @@ DTYPE = torch.float16
 
 
 def _torch_weight_norm(model: nn.Module) -> None:
-    for layer in layers_of(model):
+    for layer in _convolutions(model):
         nn.utils.parametrizations.weight_norm(layer)
 
 
@@ -50,24 +51,17 @@ _ORDER = (("weights", "eager"), ("step", "eager"), ("step", "compiled"), ("weigh
 
 def rows(setup: Setup) -> Iterator[Row]:
     """Every wanted row. Nothing is compiled beforehand for the eager ones, so that they are there within seconds."""
-    base: dict[tuple[str, str], float] = {}
-    warmed = False
+    return rows_of(setup, cases(setup), _compare, eager_first=True)
+
+
+def cases(setup: Setup) -> Iterator[Case]:
     for (part, mode), variant in itertools.product(_ORDER, VARIANTS):
-        axes = {"part": part, "mode": mode, "variant": variant}
-        if not setup.only.allows(AXES, axes) or not _usual(setup, axes) or not setup.mine(*axes.values()):
-            continue
-        if mode == "compiled" and not warmed:
-            setup.warm_up()
-            warmed = True
-        measure = _measure_weights if part == "weights" else _measure_step
-        row: Row = {**axes, "ours": variant in _OURS}
-        row = attempt(row, partial(measure, setup, variant, mode == "compiled"))
-        if row["status"] == "ok" and setup.share is None:
-            if variant == "none":
-                base[part, mode] = row["ms"]
-            row["added_ms"] = row["ms"] - base[part, mode] if (part, mode) in base else None
-        yield row
-        setup.free()
+        names = {"part": part, "mode": mode, "variant": variant}
+        if setup.only.allows(AXES, names) and _usual(setup, names):
+            measure = _measure_weights if part == "weights" else _measure_step
+            compile = mode == "compiled"
+            yield Case(names, partial(measure, setup, variant, compile), variant in _OURS, compile)
+            setup.free()
 
 
 def _usual(setup: Setup, axes: dict[str, str]) -> bool:
@@ -76,29 +70,57 @@ def _usual(setup: Setup, axes: dict[str, str]) -> bool:
     return not setup.smoke and (axes["variant"] not in ("classic", "bounded_l1") or not setup.only.default())
 
 
-def layers_of(model: nn.Module) -> list[nn.Conv2d]:
+def _compare(rows: Sequence[Row]) -> None:
+    """What the last row's weight norm adds to the time without one."""
+    last = rows[-1]
+    none = [r["ms"] for r in rows if r["variant"] == "none" and (r["part"], r["mode"]) == (last["part"], last["mode"])]
+    last["added_ms"] = last["ms"] - none[0] if none else None
+
+
+def _convolutions(model: nn.Module) -> list[nn.Conv2d]:
     return [module for module in model.modules() if isinstance(module, nn.Conv2d)]
 
 
-def _model(setup: Setup, variant: str, compile: bool) -> nn.Module:
-    if compile and setup.no_compiler:
-        raise Skip(setup.no_compiler)
-    torch.manual_seed(0)
-    model = build(setup, MeanOnlyBatchNorm2d).to(setup.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
-    VARIANTS[variant](model)
-    return model  # type: ignore[no-any-return]
+@dataclass(frozen=True)
+class Gradients:
+    """The incoming gradients of a model's weights."""
+
+    g: list[Tensor]
 
 
-def parameters_of(model: nn.Module) -> list[list[Tensor]]:
-    """The parameters that each convolution's weight is computed from: [weight], [v], or [g, v]."""
-    found = []
-    for layer in layers_of(model):
-        parametrizations = getattr(layer, "parametrizations", None)
-        found.append([layer.weight] if parametrizations is None else list(parametrizations.weight.parameters()))
-    return found
+def weights_of(model: nn.Module, variant: str, dtype: torch.dtype, *, compile: bool = False) -> tuple[Layer, Gradients]:
+    """All convolutions' weights in ``dtype``, which ``variant`` computes, and some gradients of them.
+
+    The model's forward pass computes them alone, so that what it does before a forward pass is done.
+    """
+    layers = _convolutions(model)
+    parameters: list[list[Tensor]] = []  # of each weight: [weight], [v], or [g, v]
+    for layer in layers:
+        parametrizations: Any = getattr(layer, "parametrizations", None)
+        parameters.append([layer.weight] if parametrizations is None else list(parametrizations.weight.parameters()))
+    gradients = Gradients([torch.empty_like(p[-1], dtype=dtype).normal_() for p in parameters])
+    leaves = [p for group in parameters for p in group]
+    model.forward = lambda: [layer.weight.to(dtype) for layer in layers]
+
+    def compute() -> list[Tensor]:
+        with torch.autocast(leaves[0].device.type, dtype, enabled=dtype != torch.float32):
+            return model()  # type: ignore[no-any-return]
+
+    forward = peers.compiled(compute) if compile else compute
+
+    def check_weights() -> float:
+        weights = forward()
+        flat = iter(torch.autograd.grad(weights, leaves, gradients.g))
+        error = 0.0
+        for group, weight, g in zip(parameters, weights, gradients.g):
+            results = [weight, *(next(flat) for _ in group)]
+            error = max(error, check.compare_weights(results, _reference(group, variant, g), dtype))
+        return error
+
+    return Layer(lambda _: forward(), lambda _: leaves, check_weights), gradients
 
 
-def reference(layer: nn.Conv2d, parameters: list[Tensor], variant: str, g: Tensor) -> list[Tensor]:
+def _reference(parameters: list[Tensor], variant: str, g: Tensor) -> list[Tensor]:
     """The weight and the gradients of its parameters, in float64 (F11, or F12 and F13 for the bounded)."""
     exact = [p.detach().double().requires_grad_() for p in parameters]
     if variant == "none":
@@ -113,36 +135,24 @@ def reference(layer: nn.Conv2d, parameters: list[Tensor], variant: str, g: Tenso
     return [weight.detach(), *torch.autograd.grad(weight, exact, g.double())]
 
 
+def _model(setup: Setup, variant: str) -> nn.Module:
+    torch.manual_seed(0)
+    model = build(setup, MeanOnlyBatchNorm2d).to(setup.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    VARIANTS[variant](model)
+    return model  # type: ignore[no-any-return]
+
+
 def _measure_weights(setup: Setup, variant: str, compile: bool) -> Row:
-    model = _model(setup, variant, compile)
-    layers, parameters = layers_of(model), parameters_of(model)
-    gradients = [torch.empty_like(p[-1], dtype=DTYPE).normal_() for p in parameters]
-    leaves = [p for group in parameters for p in group]
-
-    def weights_alone() -> list[Tensor]:
-        return [layer.weight.to(DTYPE) for layer in layers]
-
-    model.forward = weights_alone  # called by the model, so that what it does before a forward pass is done
-
-    def compute() -> list[Tensor]:
-        with torch.autocast(setup.device.type, DTYPE):
-            return model()  # type: ignore[no-any-return]
-
-    forward = peers.compiled(compute) if compile else compute
+    layer, gradients = weights_of(_model(setup, variant), variant, DTYPE, compile=compile)
 
     def both() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(forward(), leaves, gradients)
+        return layer.backward(gradients, layer.forward(gradients))
 
     if setup.share is not None:
         both()
         return {}
     with timing.side_stream(setup.device):
-        weights = forward()
-        flat = iter(torch.autograd.grad(weights, leaves, gradients))
-        error = 0.0
-        for layer, group, weight, g in zip(layers, parameters, weights, gradients):
-            results = [weight, *(next(flat) for _ in group)]
-            error = max(error, check.compare_weights(results, reference(layer, group, variant, g), DTYPE))
+        error = layer.check()
         took = timing.time_calls([both], setup.device, quick=setup.smoke)
     # Launching 50 layers one by one is part of what weight norm costs in eager mode: the time is that without graphs.
     return {
@@ -155,7 +165,7 @@ def _measure_weights(setup: Setup, variant: str, compile: bool) -> Row:
 
 
 def _measure_step(setup: Setup, variant: str, compile: bool) -> Row:
-    model = _model(setup, variant, compile)
+    model = _model(setup, variant)
     step = Step(setup, model, DTYPE, compile=compile)
     if setup.share is not None:
         step.probe(step.model, model)
