@@ -21,10 +21,10 @@ def _numbers(pattern: str, printed: str) -> list[float]:
 
 
 def angular(names: Names, printed: str) -> None:
-    sgd, ours, adamw = _numbers(r"last step ([\d.]+),", printed)
+    sgd, ours, adamw = _numbers(r"at the end ([\d.]+),", printed)
     assert ours == pytest.approx((2 * 0.1 * 5e-3 / 1.9) ** 0.5, abs=1e-5)  # √(2ηλ/(1+μ)), at every step
     assert adamw == pytest.approx(0.0229, abs=1e-5)
-    assert sgd == pytest.approx(ours, rel=0.35)  # SGD's single steps scatter around it
+    assert sgd == pytest.approx(ours, rel=0.15)  # the median of its last quarter, since single steps scatter
     assert min(_numbers(r"accuracy ([\d.]+)", printed)) > 0.95
 
 
