@@ -9,8 +9,8 @@ differences are taken seed by seed where both cells have the same seeds (see ``r
 ``better``   holds if gap - e > 0, fails if gap + e < 0
 ``follows``  the same with a ratio: the distance of a's training loss from b's, over the distance of c's from b's (mean
              |log| over the common epochs). Holds if the interval of the ratio is at most 1/2, fails if it is above
-``sooner``   the same with the epochs that b and a need to reach the error ``target``: holds if the interval of b's over
-             a's is at least ``margin``, fails if it is below
+``sooner``   the same with the epochs that b and a need to reach the error ``target``, or with the metric "loss" that
+             training loss: holds if the interval of b's over a's is at least ``margin``, fails if it is below
 ``diverges`` holds if a's loss is not finite in any seed, or if a ends at least ``margin`` points below b with e
              counted; fails if it ends less than that below b with e counted
 ``cheaper``  a's epochs take less time, or its peak less memory, than b's. Judged on runs that had a GPU to themselves,
@@ -78,6 +78,7 @@ class Claim:
     def rule_text(self) -> str:
         points = {"accuracy": "points", "bleu": "BLEU", "ppl": "ppl"}.get(self.metric, "")
         own, reference = (load_cell(cell).label if cell else "" for cell in (self.b, self.c))
+        target = f"{self.target or 0:g}" + (" training loss" if self.metric == "loss" else " % error")
         cheaper = "seconds per epoch" if self.metric == "seconds" else "bytes at the peak"
         return {
             "better": "better by more than the interval",
@@ -85,7 +86,7 @@ class Claim:
             "near": f"near: at most {self.margin:g} {points} worse, interval included",
             "follows": f"training loss at most half as far from {own}'s as {reference}'s is, interval included",
             "diverges": f"loss not finite, or at least {self.margin:g} {points} lost, interval included",
-            "sooner": f"{self.target or 0:g} % error in at most 1/{self.margin:g} of the epochs, interval included",
+            "sooner": f"{target} in at most 1/{self.margin:g} of the epochs, interval included",
             "cheaper": f"fewer {cheaper}, alone on a GPU",
         }[self.rule]
 

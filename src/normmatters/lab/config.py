@@ -64,8 +64,10 @@ class DataConfig:
 class ModelConfig:
     """Which network, with which norm. ``norm``, ``p``, ``constant``, ``k``, ``memory`` define every batch norm,
     ``layer_norm`` every layer norm (if it is L1, with ``constant``); ``weight_norm`` re-parametrizes the
-    weights (then batch norm is mean-only); a bounded one holds
-    them at ``rho`` times their initial norm.
+    weights (then batch norm is mean-only, or with ``norm`` "none" a bias per channel); a bounded one holds
+    them at ``rho`` times their initial norm, and with ``project`` v at its own after every step.
+    ``gamma``: whether the batch norms' γ are trained; "frozen" ones stay 1. With ``zero_init_residual`` the last one of
+    each branch begins at 0.
     ``norm_input_scale``, a power of two, multiplies what enters every batch norm: other units, the same network, unless
     ``precision.arithmetic`` has too little range for them. ``attention``: an LSTM's scores, or these over
     √d_model. ``width`` multiplies the number of channels; None below means the model's own default.
@@ -82,8 +84,10 @@ class ModelConfig:
     layer_norm: Literal["l2", "l1", "none"] = "l2"
     weight_norm: WeightNormName = "none"
     rho: float = 1.0
+    project: bool = False
     activation: Literal["relu", "trelu"] = "relu"
     width: float = 1.0
+    gamma: Literal["free", "frozen"] = "free"
     zero_init_residual: bool = False
     layers: int | None = None
     d_model: int | None = None
@@ -364,9 +368,13 @@ def _check_combinations(config: RunConfig) -> None:
     _need(gain is None or has_gain, "optim.gain_weight_decay", "unset where no weight norm has a g", gain)
     bounded = model.weight_norm not in ("none", "wn")
     _need(model.rho == 1 or bounded, "model.rho", "1 without a bounded weight norm", model.rho)
+    _need(not model.project or bounded, "model.project", "false without a bounded weight norm", model.project)
     rescales = model.norm not in ("mean_only", "none") and model.weight_norm == "none" and not text
     scale = model.norm_input_scale
     _need(scale == 1 or rescales, "model.norm_input_scale", "1 where no batch norm divides by a scale", scale)
+    free, silent = model.gamma == "free", model.zero_init_residual
+    _need(free or rescales, "model.gamma", "free where no batch norm divides by a scale", model.gamma)
+    _need(free or not silent, "model.gamma", "free with zero_init_residual: the branches stay silent", model.gamma)
     attention, plain = model.attention, model.name in ("small_cnn", "vgg11")
     fits = attention == "dot" or model.name == "lstm"
     _need(fits, "model.attention", "dot in networks other than an LSTM", attention)
@@ -397,6 +405,8 @@ def to_json(config: RunConfig) -> str:
 _YOUNGER = (
     ("model", ModelConfig, "norm_input_scale"),
     ("model", ModelConfig, "attention"),
+    ("model", ModelConfig, "project"),
+    ("model", ModelConfig, "gamma"),
     ("optim", OptimConfig, "gain_weight_decay"),
 )
 # Changing these does not make another run: its finished result stays valid.

@@ -60,6 +60,7 @@ class NormFactory:
     activation: str = "relu"
     layer: str = "l2"
     input_scale: float = 1.0
+    trains_gamma: bool = True
 
     @property
     def rescales(self) -> bool:
@@ -83,6 +84,8 @@ class NormFactory:
             assert p is not None  # the config checks it
             k = self.k if self.name == "topk" else None
             norm = LpBatchNorm2d(channels, p, eps, k=k, constant=self.constant, act=fused_act, memory=self.memory)
+        if not self.trains_gamma:
+            norm.weight.requires_grad_(False)  # type: ignore[operator, union-attr]
         if self.input_scale != 1:
             norm.running_var.fill_(self.input_scale**2)  # type: ignore[operator, union-attr]
         fused = self.name != "native" and self.fuse and (activation is None or fused_act is not None)
@@ -118,4 +121,5 @@ def norm_factory(config: ModelConfig) -> NormFactory:
         activation=config.activation,
         layer=config.layer_norm,
         input_scale=config.norm_input_scale,
+        trains_gamma=config.gamma == "free",
     )

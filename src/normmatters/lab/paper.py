@@ -14,12 +14,29 @@ __all__ = ["EXPERIMENTS", "Experiment", "Panel"]
 @dataclass(frozen=True)
 class Panel:
     """One set of axes. ``metric`` is a quantity of ``collect.METRICS``; ``cells`` are names in the experiment; ``see``
-    says in one sentence what to look for."""
+    says in one sentence what to look for.
+
+    A panel shows the metric of each epoch. ``against`` names a number of the cells, such as "model.constant": it then
+    shows the metric in the end, a point per cell. ``lines`` are the labels of the lines; each joins equally many of
+    ``cells``, in their order.
+    """
 
     title: str
     cells: tuple[str, ...]
     metric: str = "error"
     see: str = ""
+    against: str = ""
+    lines: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if bool(self.against) != bool(self.lines) or (self.lines and len(self.cells) % len(self.lines)):
+            raise ValueError(f"{self.title}: against needs lines that divide the {len(self.cells)} cells evenly")
+
+    @property
+    def slots(self) -> dict[str, int]:
+        """Which colour and dash a cell has here: those of its place, or of its line."""
+        cells_of_one = len(self.cells) // len(self.lines) if self.lines else 1
+        return {name: place // cells_of_one for place, name in enumerate(self.cells)}
 
 
 @dataclass(frozen=True)

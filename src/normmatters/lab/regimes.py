@@ -265,6 +265,8 @@ def _groups(config: RunConfig, model: nn.Module, invariant: ScaleInvariantParame
     kinds = ("invariant", "weights", "gains", "last", "vectors")
     parts: dict[str, list[tuple[str, nn.Parameter]]] = {kind: [] for kind in kinds}
     for name, p in model.named_parameters():
+        if not p.requires_grad:
+            continue
         if name in names:
             parts["invariant"].append((name, p))
         elif p.ndim < 2:

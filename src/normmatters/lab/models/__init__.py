@@ -82,7 +82,12 @@ def build_text_model(config: ModelConfig, vocabulary: int, max_length: int) -> T
 def _with_weight_norm(model: nn.Module, config: ModelConfig) -> nn.Module:
     """Weight norm on every layer but the classifier, which sets the scale of the logits (F14 moves all ρ there)."""
     if config.weight_norm != "none":
-        apply_weight_norm(model, filter=lambda name, _: name != "classifier", **_WEIGHT_NORM[config.weight_norm])
+        apply_weight_norm(
+            model,
+            filter=lambda name, _: name != "classifier",
+            project=config.project,
+            **_WEIGHT_NORM[config.weight_norm],
+        )
         for module in model.modules():
             if isinstance(module, BoundedWeight):
                 module.rho.mul_(config.rho)

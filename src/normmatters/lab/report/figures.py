@@ -42,11 +42,18 @@ class Series:
 
 @dataclass(frozen=True)
 class Chart:
+    """Curves by epoch, or with ``against`` points of the axis of that name, which is logarithmic."""
+
     title: str
     y_label: str
     series: tuple[Series, ...]
     log: bool = False
     unit: str = ""
+    against: str = ""
+
+    @property
+    def x_label(self) -> str:
+        return self.against or "epoch"
 
     @property
     def axis(self) -> str:
@@ -57,9 +64,9 @@ class Chart:
         return any(s.points for s in self.series)
 
     def csv(self) -> str:
-        """The curves as a table: one row per epoch, three columns per series."""
+        """The curves as a table: one row per epoch (or point), three columns per series."""
         table = {s.label: {x: values for x, *values in s.points} for s in self.series if s.points}
-        head = ["epoch", *(f"{label} ({what})" for label in table for what in ("mean", "lowest", "highest"))]
+        head = [self.x_label, *(f"{label} ({what})" for label in table for what in ("mean", "lowest", "highest"))]
         rows = [head]
         for x in sorted({x for curve in table.values() for x in curve}):
             values = (value for curve in table.values() for value in curve.get(x, [None] * 3))
@@ -82,6 +89,8 @@ def _y_range(chart: Chart) -> tuple[float, float]:
     ends = max(value for s in framed for value in (s.points[-1][1], s.paper) if value is not None)
     high = max(values[math.ceil(0.93 * len(values)) - 1], ends)
     low = values[0]
+    if chart.against:  # no steep start, and the intervals in full
+        low, high = min(p[2] for s in framed for p in s.points), max(p[3] for s in framed for p in s.points)
     pad = 0.08 * (high - low) or 0.1 * abs(high) or 1.0
     return (max(0.0, low - pad) if low >= 0 else low - pad), high + pad
 
@@ -104,12 +113,13 @@ def _ticks(low: float, high: float, log: bool) -> list[float]:
 def svg(chart: Chart, *, standalone: bool = False, id: str = "chart") -> str:
     """The chart as SVG. ``standalone`` adds its own colours and a legend; else the page's CSS variables apply."""
     xs = [p[0] for s in chart.series for p in s.points] or [0.0, 1.0]
-    x0, x1 = min(xs), max(max(xs), min(xs) + 1)
+    x0, x1 = (min(xs) / 1.1, max(xs) * 1.1) if chart.against else (min(xs), max(max(xs), min(xs) + 1))
     y0, y1 = _y_range(chart)
     width, height = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
 
     def fx(x: float) -> float:
-        return round(_LEFT + (x - x0) / (x1 - x0) * width, 1)
+        part = math.log(x / x0) / math.log(x1 / x0) if chart.against else (x - x0) / (x1 - x0)
+        return round(_LEFT + part * width, 1)
 
     def fy(y: float) -> float:
         if chart.log:
@@ -122,12 +132,12 @@ def svg(chart: Chart, *, standalone: bool = False, id: str = "chart") -> str:
     for tick in _ticks(y0, y1, chart.log):
         parts.append(f'<path class="grid" d="M{_LEFT} {fy(tick)}H{_WIDTH - _RIGHT}"/>')
         parts.append(f'<text x="{_LEFT - 7}" y="{fy(tick) + 4}" text-anchor="end">{_number(tick)}</text>')
-    for tick in _ticks(x0, x1, False):
-        if tick == int(tick):
+    for tick in sorted({*xs}) if chart.against else _ticks(x0, x1, False):
+        if chart.against or tick == int(tick):
             parts.append(f'<path class="axis" d="M{fx(tick)} {_HEIGHT - _BOTTOM}v4"/>')
             parts.append(f'<text x="{fx(tick)}" y="{_HEIGHT - _BOTTOM + 17}" text-anchor="middle">{tick:g}</text>')
     parts.append(f'<path class="axis" d="M{_LEFT} {_HEIGHT - _BOTTOM}H{_WIDTH - _RIGHT}"/>')
-    parts.append(f'<text x="{_LEFT + width / 2}" y="{_HEIGHT - 5}" text-anchor="middle">epoch</text>')
+    parts.append(f'<text x="{_LEFT + width / 2}" y="{_HEIGHT - 5}" text-anchor="middle">{escape(chart.x_label)}</text>')
     middle, label = _TOP + height / 2, escape(chart.axis)
     parts.append(f'<text transform="rotate(-90 11 {middle})" x="11" y="{middle}" text-anchor="middle">{label}</text>')
     clip = re.sub(r"\W", "-", f"clip-{id}")  # a user's experiment may be called R&D
@@ -140,15 +150,19 @@ def svg(chart: Chart, *, standalone: bool = False, id: str = "chart") -> str:
             continue
         color = f"var(--s{s.slot % 6})"
         parts.append(f'<g class="series" data-slot="{s.slot}"><title>{escape(s.label)}</title>')
-        if any(hi > lo for _, _, lo, hi in s.points):
+        if chart.against:
+            bars = "".join(f"M{fx(x)} {fy(lo)}V{fy(hi)}" for x, _, lo, hi in s.points)
+            parts.append(f'<path d="{bars}" style="stroke:{color};stroke-width:1.5"/>')
+        elif any(hi > lo for _, _, lo, hi in s.points):
             edge = [f"{fx(x)},{fy(hi)}" for x, _, _, hi in s.points] + [
                 f"{fx(x)},{fy(lo)}" for x, _, lo, _ in s.points[::-1]
             ]
             parts.append(f'<polygon points="{" ".join(edge)}" style="fill:{color};opacity:.14"/>')
         line = " ".join(f"{fx(x)},{fy(mean)}" for x, mean, _, _ in s.points)
         parts.append(f'<polyline points="{line}"{_stroke(s.slot)}/>')
-        x, mean, *_ = s.points[-1]
-        parts.append(f'<circle cx="{fx(x)}" cy="{fy(mean)}" r="2.6" style="fill:{color}"/></g>')
+        for x, mean, *_ in s.points if chart.against else s.points[-1:]:
+            parts.append(f'<circle cx="{fx(x)}" cy="{fy(mean)}" r="2.6" style="fill:{color}"/>')
+        parts.append("</g>")
     parts.append("</g>")
     right = _WIDTH - _RIGHT + 1
     for s in chart.series:
@@ -157,7 +171,7 @@ def svg(chart: Chart, *, standalone: bool = False, id: str = "chart") -> str:
             look = f'class="series paper" data-slot="{s.slot}" style="fill:var(--s{s.slot % 6})"'
             parts.append(f'<path {look} d="M{right} {fy(s.paper)}l10 -5v10z">{note}</path>')
     summary = "; ".join(f"{s.label} ends at {_number(s.points[-1][1])}" for s in chart.series if s.points)
-    aria = f'role="img" aria-label="{escape(f"{chart.title}, {chart.axis} by epoch: {summary}", quote=True)}"'
+    aria = f'role="img" aria-label="{escape(f"{chart.title}, {chart.axis} by {chart.x_label}: {summary}", quote=True)}"'
     if standalone:
         rows = _legend_rows(chart.series)
         total = _HEIGHT + 18 * (len(rows) // 2) + 26
@@ -166,7 +180,9 @@ def svg(chart: Chart, *, standalone: bool = False, id: str = "chart") -> str:
         back = '<rect class="page" y="-22" width="100%" height="100%"/>'
         return f"{head}<style>{_style()}</style>{back}{title}{''.join(parts + rows)}</svg>\n"
     data = {
-        "x": [_LEFT, _WIDTH - _RIGHT, x0, x1],
+        "x": [_LEFT, _WIDTH - _RIGHT, *((math.log(x0), math.log(x1)) if chart.against else (x0, x1))],
+        "by": chart.x_label,
+        "log": bool(chart.against),
         "unit": chart.unit,
         "series": [
             {"label": s.label, "slot": s.slot, "p": [[x, _short(m)] for x, m, *_ in s.points]} for s in chart.series
@@ -242,10 +258,19 @@ def png(chart: Chart) -> bytes:
         dash = _dash(s.slot)
         style = (0, tuple(float(d) for d in dash.split())) if dash else "-"
         axes.plot(x, mean, color=LIGHT[s.slot % 6], linestyle=style, linewidth=1.7, label=s.label)
-        axes.fill_between(x, least, most, color=LIGHT[s.slot % 6], alpha=0.13, linewidth=0)
+        if chart.against:
+            axes.vlines(x, least, most, color=LIGHT[s.slot % 6], linewidth=1.3)
+            axes.plot(x, mean, "o", color=LIGHT[s.slot % 6], markersize=3.5)
+        else:
+            axes.fill_between(x, least, most, color=LIGHT[s.slot % 6], alpha=0.13, linewidth=0)
         if s.paper is not None:
             axes.plot(1.012, s.paper, "<", color=LIGHT[s.slot % 6], transform=axes.get_yaxis_transform(), clip_on=False)
-    axes.set(title=chart.title, xlabel="epoch", ylabel=chart.axis)
+    axes.set(title=chart.title, xlabel=chart.x_label, ylabel=chart.axis)
+    if chart.against:
+        axes.set_xscale("log")
+        places = sorted({x for s in chart.series for x, *_ in s.points})
+        axes.set_xticks(places, [f"{x:g}" for x in places])
+        axes.set_xticks([], minor=True)
     axes.grid(axis="y", color="#e3e7ec")
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8.5)

@@ -14,6 +14,7 @@ from urllib.parse import quote
 from normmatters.lab.paper import EXPERIMENTS, Experiment, Panel
 from normmatters.lab.report.collect import METRICS, Collection, Result, describe, differences
 from normmatters.lab.report.figures import DARK, LIGHT, Chart, Series, legend_key, svg
+from normmatters.lab.report.intervals import mean_interval
 from normmatters.lab.report.judge import MARKS, Kind, Verdict
 
 __all__ = ["charts", "experiments_of", "page", "slots"]
@@ -111,18 +112,41 @@ def charts(experiment: Experiment, collection: Collection) -> list[tuple[Panel, 
     drawn: set[tuple[str, str]] = set()
     for panel in experiment.panels:
         metric = METRICS[panel.metric]
-        curves = {(panel.metric, name) for name in panel.cells if name in results}
-        series = tuple(
-            Series(r.cell.label, tuple(r.curve(panel.metric)), slot, r.diverged, _papers_end(r, panel.metric))
-            for slot, name in enumerate(panel.cells)
-            if (r := results.get(name)) is not None
-        )
+        curves = {(panel.metric + panel.against, name) for name in panel.cells if name in results}
+        series = _lines(panel, results) if panel.against else _curves(panel, results)
         title = panel.title + _stand_in(panel, [results[n] for n in panel.cells if n in results])
-        chart = Chart(title, metric.label, series, metric.log, metric.unit)
+        chart = Chart(title, metric.label, series, metric.log, metric.unit, panel.against and _AXES[panel.against])
         if chart.drawable and not curves <= drawn:
             found.append((panel, chart))
             drawn |= curves
     return found
+
+
+_AXES = {"model.constant": "factor on the constant"}
+
+
+def _curves(panel: Panel, results: dict[str, Result]) -> tuple[Series, ...]:
+    """A cell each, by epoch."""
+    return tuple(
+        Series(r.cell.label, tuple(r.curve(panel.metric)), slot, r.diverged, _papers_end(r, panel.metric))
+        for name, slot in panel.slots.items()
+        if (r := results.get(name)) is not None
+    )
+
+
+def _lines(panel: Panel, results: dict[str, Result]) -> tuple[Series, ...]:
+    """A point for each cell that did not diverge: where it ended, with the interval over its seeds."""
+    section, _, key = panel.against.partition(".")
+    points: dict[int, list[tuple[float, float, float, float]]] = {slot: [] for slot in range(len(panel.lines))}
+    for name, slot in panel.slots.items():
+        result = results.get(name)
+        values = [] if result is None or result.diverged else list(result.by_seed(panel.metric).values())
+        if result is not None and values:
+            x = float(getattr(getattr(result.cell.config(), section), key))
+            ends = mean_interval(values, "")
+            low, high = (min(values), max(values)) if ends.e is None else (ends.mean - ends.e, ends.mean + ends.e)
+            points[slot].append((x, ends.mean, low, high))
+    return tuple(Series(label, tuple(sorted(points[slot])), slot) for slot, label in enumerate(panel.lines))
 
 
 def _papers_end(result: Result, metric: str) -> float | None:
@@ -142,7 +166,7 @@ def _stand_in(panel: Panel, results: Sequence[Result]) -> str:
 
 def slots(experiment: Experiment) -> dict[str, int]:
     """Which colour and dash a cell has in its panels."""
-    return {name: slot for panel in experiment.panels for slot, name in enumerate(panel.cells)}
+    return {name: slot for panel in experiment.panels for name, slot in panel.slots.items()}
 
 
 def _slots(colors: Sequence[str]) -> str:

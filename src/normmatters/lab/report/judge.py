@@ -11,7 +11,7 @@ from typing import Literal
 
 from normmatters.lab.claims import CLAIMS, Claim, Rule
 from normmatters.lab.experiments import PRESETS, load_cell
-from normmatters.lab.report.collect import METRICS, Collection, Result, Run, describe, differences
+from normmatters.lab.report.collect import METRICS, Collection, Metric, Result, Run, describe, differences
 from normmatters.lab.report.intervals import SEEDS_NEEDED, Interval, difference, mean_interval
 
 __all__ = ["BEYOND_DOUBT", "MARKS", "Kind", "Verdict", "compare", "compare_ratio", "judge", "judge_all", "not_run"]
@@ -212,8 +212,8 @@ def _times(ratios: Interval) -> str:
 
 
 def _sooner(claim: Claim, a: Result, b: Result) -> Outcome:
-    target = claim.target or 0.0
-    first = [{run.seed: _first_epoch(run, target) for run in result.done} for result in (a, b)]
+    metric, target = METRICS["loss" if claim.metric == "loss" else "error"], claim.target or 0.0
+    first = [{run.seed: _first_epoch(run, metric, target) for run in result.done} for result in (a, b)]
     reached = [[epoch for epoch in epochs.values() if epoch is not None] for epochs in first]
     reached_in = [f"epoch {fmean(epochs):.3g}" if epochs else "never" for epochs in reached]
     measured = f"{reached_in[0]} against {reached_in[1]}"
@@ -236,9 +236,8 @@ def _logarithms(values: Mapping[int, float]) -> dict[int, float]:
     return {seed: math.log(value) for seed, value in values.items()}
 
 
-def _first_epoch(run: Run, target: float) -> float | None:
-    error = METRICS["error"]
-    epochs = [row["epoch"] for row in run.metrics if (value := error.of(row)) is not None and value <= target]
+def _first_epoch(run: Run, metric: Metric, target: float) -> float | None:
+    epochs = [row["epoch"] for row in run.metrics if (value := metric.of(row)) is not None and value <= target]
     return float(epochs[0]) if epochs else None
 
 
