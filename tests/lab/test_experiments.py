@@ -11,6 +11,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from normmatters.lab import experiments
 from normmatters.lab.claims import CLAIMS
+from normmatters.lab.config import differences
 from normmatters.lab.data import USUAL_FOLDER
 from normmatters.lab.data.numerals import LIMIT, english, german, splits
 from normmatters.lab.experiments import PRESETS, load_cell, load_cells, load_file
@@ -128,6 +129,45 @@ def test_each_pair_of_l1s_gap_differs_in_its_norm_alone() -> None:
     fp32 = changed["fp32"].precision
     assert (l2.precision.amp, fp32.amp, fp32.tf32) == ("bf16", "none", False)
     assert replace(changed["silent"].model, zero_init_residual=False) == l2.model
+
+
+def _changes(a: str, b: str, preset: str) -> set[str]:
+    one, two = (load_cell(id).config(preset) for id in (a, b))
+    return {text.partition(":")[0] for text in differences(one, two)} - {"cell"}
+
+
+@pytest.mark.parametrize("preset", ["small", "quick"])
+def test_cells_of_s1_differ_in_one_thing(preset: str) -> None:
+    v, classifier = "optim.weight_decay", "optim.last_layer_weight_decay"
+    pairs = {
+        ("bwn_both", "bn"): {"model.weight_norm"},
+        ("bwn_both", "bwn_v"): {classifier},
+        ("bwn_classifier", "bwn"): {classifier},
+        ("projected", "bwn_classifier"): {"model.project"},
+        ("angular", "bwn_both"): {"optim.mode"},
+        ("wn_both", "bwn_both"): {"model.weight_norm", "optim.gain_weight_decay"},  # a g, which does not decay
+        ("wn", "bwn_classifier"): {"model.weight_norm", "optim.gain_weight_decay"},
+    }
+    for (a, b), expected in pairs.items():
+        assert _changes(f"s1/{a}", f"s1/{b}", preset) == expected
+    # The classifier's decay is by default that of all other weights: where v's is 0, it must be said.
+    for a, b in (("bwn_both", "bwn_classifier"), ("bwn_v", "bwn")):
+        assert _changes(f"s1/{a}", f"s1/{b}", preset) <= {v, classifier}
+        decays = [load_cell(f"s1/{name}").config(preset).optim for name in (a, b)]
+        last = {o.weight_decay if o.last_layer_weight_decay is None else o.last_layer_weight_decay for o in decays}
+        assert (len(last), [o.weight_decay for o in decays]) == (1, [1e-3, 0.0])
+
+
+def test_cells_of_s4_and_s5_differ_in_one_thing() -> None:
+    factors = {"quarter": 0.25, "half": 0.5, "0_8": 0.8, "1": 1.0, "1_25": 1.25, "2": 2.0, "4": 4.0}
+    for kind, change in (("free", set()), ("frozen", {"model.gamma"}), ("silent", {"model.zero_init_residual"})):
+        assert _changes(f"s4/{kind}_c_1", "s4/free_c_1", "small") == change
+        for name, factor in factors.items():
+            assert _changes(f"s4/{kind}_c_{name}", f"s4/{kind}_c_1", "small") <= {"model.constant"}
+            assert load_cell(f"s4/{kind}_c_{name}").config("small").model.constant == factor
+    assert _changes("s5/bwn", "s5/bn", "small") == {"model.weight_norm"}
+    assert _changes("s5/bwn_alone", "s5/bwn", "small") == {"model.norm"}
+    assert _changes("s5/bwn_trelu", "s5/bwn_alone", "small") == {"model.activation"}
 
 
 def test_rules_about_the_training_loss_name_what_they_compare() -> None:

@@ -7,11 +7,13 @@ import math
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from normmatters import precision
-from normmatters.lab.config import ModelConfig
+from normmatters.lab.config import ModelConfig, from_dict
 from normmatters.lab.models import build_image_model, build_text_model
 from normmatters.lab.norms import ChannelBias, NormFactory, norm_factory
+from normmatters.lab.regimes import build_regime
 from normmatters.nn.activations import TReLU
 from normmatters.nn.batchnorm import LpBatchNorm2d, MeanOnlyBatchNorm2d
 from normmatters.nn.layernorm import LpLayerNorm
@@ -248,3 +250,26 @@ def test_fp16_has_room_for_l1_in_units_in_which_l2_leaves_its_range() -> None:
                     assert other.count_nonzero() == other_gradient.count_nonzero() == 0
                 else:  # divided by a variance that is zero, or by what is left of it
                     assert not (other - y).abs().max() < 1
+
+
+def test_frozen_gammas_are_not_trained_and_projected_v_keep_their_norms() -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(8, 3, 16, 16), torch.randint(10, (8,))
+    for options in ({"norm": "l1", "gamma": "frozen"}, {"weight_norm": "bwn", "project": True}):
+        config = from_dict({"model": {"name": "resnet8", "width": 0.5, **options}, "optim": {"lr": 0.5}})
+        model = build_image_model(config.model, channels=3, classes=10, size=16)
+        regime = build_regime(config, model, 1, None)
+        frozen = [p for p in model.parameters() if not p.requires_grad]
+        bounded = [m for m in model.modules() if isinstance(m, parametrize.ParametrizationList)]
+        assert (len(frozen), len(bounded)) == ((9, 0) if "gamma" in options else (0, 9))
+        trained = [p for group in regime.optimizer.param_groups for p in group["params"]]
+        assert len(trained) == sum(p.requires_grad for p in model.parameters())
+        before = [(v.original.detach().clone(), v.original.detach().flatten(1).norm(dim=1)) for v in bounded]
+        for _ in range(3):
+            regime.optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            regime.optimizer.step()
+        assert all((p == 1).all() for p in frozen)
+        for v, (first, length) in zip(bounded, before):
+            assert not torch.allclose(v.original, first)
+            torch.testing.assert_close(v.original.detach().flatten(1).norm(dim=1), length)

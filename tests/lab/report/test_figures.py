@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from normmatters.lab.paper import EXPERIMENTS
+from normmatters.lab.paper import EXPERIMENTS, Panel
 from normmatters.lab.report import collect, write_report
 from normmatters.lab.report.figures import Chart, Series, legend_key, png, svg
 from normmatters.lab.report.html import charts, slots
@@ -84,12 +84,14 @@ def test_a_cell_has_one_look_in_all_panels_and_in_the_table() -> None:
     """The table's key of bounded weight norm in an LSTM was the line of no norm at all."""
     for e in EXPERIMENTS:
         for panel in e.panels:
-            assert {name: slots(e)[name] for name in panel.cells} == {name: i for i, name in enumerate(panel.cells)}
+            assert {name: slots(e)[name] for name in panel.cells} == panel.slots
+            if not panel.against:
+                assert panel.slots == {name: i for i, name in enumerate(panel.cells)}
 
 
 def test_no_two_lines_of_a_panel_look_alike() -> None:
     """The seventh had the first one's colour and dash."""
-    most = max(len(panel.cells) for e in EXPERIMENTS for panel in e.panels)
+    most = max(len(panel.cells) for e in EXPERIMENTS for panel in e.panels if not panel.against)
     assert most > 6
     for count in (most, 36):
         assert len({legend_key(slot) for slot in range(count)}) == count
@@ -152,3 +154,32 @@ def test_nothing_is_blank_below_the_legend() -> None:
         (height,) = re.findall(r'viewBox="0 -22 \d+ (\d+)"', drawn)
         last = max(int(y) for y in re.findall(r'<text x="\d+" y="(\d+)">run', drawn))
         assert 0 < int(height) - 22 - last < 12
+
+
+def test_where_cells_ended_is_drawn_against_a_number_of_theirs(tmp_path: Path) -> None:
+    for cell, accuracies in (("free_c_quarter", (0.5, 0.6, 0.7)), ("free_c_1", (0.8,) * 3), ("frozen_c_1", (0.7,) * 3)):
+        for seed, final in enumerate(accuracies):
+            write_run(tmp_path, f"s4/{cell}", preset="small", seed=seed, final=final)
+    write_run(tmp_path, "s4/free_c_4", preset="small", diverge=True)  # which ended nowhere
+    s4 = next(e for e in EXPERIMENTS if e.name == "s4")
+    chart = next(chart for panel, chart in charts(s4, collect([tmp_path])) if panel.metric == "accuracy")
+    free, frozen, silent = chart.series
+    e = 4.302653 * 10 / 3**0.5
+    assert free.points[0] == pytest.approx((0.25, 60, 60 - e, 60 + e))
+    assert free.points[1] == pytest.approx((1, 80, 80, 80))
+    assert (len(free.points), [x for x, *_ in frozen.points], silent.points) == (2, [1.0], ())
+    drawn = svg(chart)
+    assert (drawn.count("<circle"), "factor on the constant" in drawn, ">0.25</text>" in drawn) == (3, True, True)
+    assert chart.csv().splitlines()[1].startswith("0.25,60,")
+    assert png(chart).startswith(b"\x89PNG")
+    assert {slots(s4)[f"free_c_{name}"] for name in ("quarter", "1", "4")} == {0}
+    assert slots(s4)["silent_c_4"] == 2
+
+
+def test_a_factor_is_as_far_from_the_next_on_a_logarithmic_axis() -> None:
+    points = tuple((x, y, y - 1, y + 1) for x, y in ((0.5, 40.0), (1.0, 60.0), (2.0, 50.0)))
+    chart = Chart("t", "accuracy", (Series("a", points, 0),), against="factor")
+    found = [float(x) for x in re.findall(r'<circle cx="([^"]+)"', svg(chart))]
+    assert found[1] - found[0] == pytest.approx(found[2] - found[1], abs=0.2)
+    with pytest.raises(ValueError, match="lines that divide the 3 cells evenly"):
+        Panel("t", ("a", "b", "c"), against="model.constant", lines=("x", "y"))

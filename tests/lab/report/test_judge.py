@@ -184,6 +184,7 @@ TOGETHER: list[set[str]] = [
     {"model.norm", "model.constant", "model.memory"},
     {"model.layer_norm", "model.weight_norm", "model.constant", "model.rho"},
     {"model.weight_norm", "optim.gain_weight_decay"},
+    {"model.project", "optim.weight_decay"},
     {"optim.mode", "optim.reference"},
     {"precision.arithmetic", "precision.accumulate", "model.norm_input_scale"},
 ]
@@ -384,6 +385,20 @@ def test_reaching_an_error_sooner(tmp_path: Path, with_c: list[int], without_c: 
     _reach(tmp_path, SOONER.a, with_c)
     _reach(tmp_path, SOONER.b, without_c)
     assert judge(SOONER, collect([tmp_path])).verdict == verdict
+
+
+def test_reaching_a_training_loss_sooner(tmp_path: Path) -> None:
+    claim = next(c for c in CLAIMS if c.rule == "sooner" and c.metric == "loss")
+    for cell, first in ((claim.a, 4), (claim.b, 6)):
+        for seed in range(3):
+            folder = write_run(tmp_path, cell, preset="small", seed=seed, epochs=8)
+            rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+            for row in rows:  # the validation error says the opposite
+                row |= {"train_loss": 0.8 if row["epoch"] >= first else 2.0, "val_acc": 95.0 if first == 6 else 10.0}
+            (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    verdict = judge(claim, collect([tmp_path]))
+    assert (verdict.verdict, verdict.measured[:26]) == ("holds", "epoch 4 against epoch 6: ×")
+    assert "0.9 training loss in at most 1/1.25 of the epochs" in claim.rule_text
 
 
 def test_epochs_are_told_with_their_spread(tmp_path: Path) -> None:

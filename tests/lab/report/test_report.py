@@ -17,6 +17,7 @@ import pytest
 
 from normmatters.lab.config import to_json
 from normmatters.lab.experiments import load_cell
+from normmatters.lab.paper import EXPERIMENTS
 from normmatters.lab.report import collect, write_report
 from normmatters.lab.report.collect import describe, differences
 from support.synthetic_runs import write_all, write_run
@@ -122,7 +123,7 @@ def test_the_page_stands_alone_and_says_the_numbers(tmp_path: Path) -> None:
     assert "normmatters reproduce all" in page
     text = report.markdown.read_text()
     assert f"{ours.mean:.2f} ± {ours.sd:.2f} %" in text
-    assert text.count("## ") == 14  # thirteen experiments and what did not finish
+    assert text.count("## ") == len(EXPERIMENTS) + 1  # and what did not finish
     names = {p.name for p in report.figures}
     assert {"fig1-0.svg", "fig1-0.png", "supp2-0.svg"} <= names
     for path in report.figures:
