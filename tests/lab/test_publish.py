@@ -25,7 +25,7 @@ def test_a_published_run_is_the_run(tmp_path: Path) -> None:
     (file,) = publish([tmp_path / "runs"], tmp_path / "results" / "quick")
     assert file == tmp_path / "results" / "quick" / "mine" / "one" / "seed2.run.jsonl"
     (folder,), (kept,) = collect([tmp_path / "runs"]).runs, collect([tmp_path / "results"]).runs
-    assert kept.config == json.loads((tmp_path / "runs" / "a" / "config.json").read_text())
+    assert kept.config == folder.config == from_dict(json.loads((tmp_path / "runs" / "a" / "config.json").read_text()))
     assert (kept.cell_id, kept.seed, kept.finished) == ("mine/one", 2, True)
     assert kept.environment["torch"] == folder.environment["torch"]
     assert "platform" not in kept.environment  # of the machine, not of the result
@@ -133,7 +133,7 @@ def test_a_label_may_hold_any_sign(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config | {"experiment": "mine", "label": label}))
     publish([tmp_path / "runs"], tmp_path / "results" / "quick")
     (run,) = collect([tmp_path / "results" / "quick"]).runs
-    assert run.config["label"] == label
+    assert run.config.label == label
     redraw(tmp_path / "results")
     assert "| mine | \\|w\\|" in (tmp_path / "results" / "README.md").read_text()
 

@@ -80,6 +80,11 @@ class Cell:
         return self.id.partition("/")[2]
 
     @property
+    def of_user(self) -> bool:
+        """Whether it has no file here: it was made up for a run of the user's own."""
+        return not self.table and not self.same_as
+
+    @property
     def source(self) -> str:
         """The id of the cell whose run gives this cell's number: its own unless ``same_as`` names another."""
         return self.same_as or self.id

@@ -11,7 +11,7 @@ from typing import Any
 
 from normmatters.lab.errors import write_error
 
-__all__ = ["read_json", "read_object", "read_plain", "write_atomic"]
+__all__ = ["read_json", "read_object", "read_plain", "read_value", "write_atomic"]
 
 _LARGEST = 1 << 28  # bytes of a text file that one of our commands wrote; a checkpoint is no such file
 
@@ -48,10 +48,10 @@ def read_plain(path: Path, largest: int | None = _LARGEST) -> bytes:
         return file.read()
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises ValueError that says what is wrong with it, or FileNotFoundError."""
+def read_value(path: Path) -> Any:
+    """The JSON value in a file. Raises ValueError that says what is wrong with it, or FileNotFoundError."""
     try:
-        value = json.loads(read_plain(path))
+        return json.loads(read_plain(path))
     except FileNotFoundError:
         raise
     except RecursionError:
@@ -61,6 +61,11 @@ def read_object(path: Path) -> dict[str, Any]:
     except ValueError as error:
         problem = str(error).removeprefix(f"{path}: ")
         raise ValueError(f"{path}: cannot be read as JSON: {problem}") from None
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """:func:`read_value` of a file that should hold a JSON object; ValueError if it holds something else."""
+    value = read_value(path)
     if not isinstance(value, dict):
         raise ValueError(f"{path}: expected a JSON object, got {type(value).__name__}")
     return value

@@ -50,6 +50,11 @@ class Experiment:
     panels: tuple[Panel, ...] = ()
     rows: tuple[str, ...] = ()
 
+    @property
+    def slots(self) -> dict[str, int]:
+        """Which colour and dash a cell has in the panels."""
+        return {name: slot for panel in self.panels for name, slot in panel.slots.items()}
+
 
 def _load() -> tuple[Experiment, ...]:
     path = folder() / "figures.toml"

@@ -145,7 +145,7 @@ def _skip_published(plan: list[PlannedRun], results: Path) -> None:
         file = published_file(results, run.config)
         if not file.exists():
             continue
-        if differs := _config.differences(read_published(file).settings, run.config):
+        if differs := _config.differences(read_published(file).config, run.config):
             raise ValueError(f"{file}: a published run of other settings ({', '.join(differs)}); leave it out")
         run.published = file
     needed = {run.needs for run in waiting if run.published is None}

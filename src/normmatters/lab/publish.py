@@ -19,8 +19,7 @@ from normmatters.lab.claims import CLAIMS, Claim
 from normmatters.lab.experiments import PRESETS, load_cell
 from normmatters.lab.files import write_atomic
 from normmatters.lab.report import Report, collect, draw
-from normmatters.lab.report.collect import PUBLISHED, Result, Run, describe, published_file, read_published
-from normmatters.lab.report.html import experiments_of
+from normmatters.lab.report.collect import PUBLISHED, Result, Run, published_file, read_published
 from normmatters.lab.report.judge import MARKS, Verdict
 from normmatters.lab.report.markdown import row
 from normmatters.lab.schema import suggest
@@ -49,15 +48,14 @@ def publish(runs: Iterable[str | Path], out: str | Path) -> list[Path]:
         if presets and out.name in PRESETS and out.name not in presets:
             preset = " or ".join(presets)
             raise ValueError(f"{run.path} is of the preset {preset}, not {out.name}: publish it with --preset {preset}")
-    files = {run.path: published_file(out, run.settings) for run in chosen}
+    files = {run.path: published_file(out, run.config) for run in chosen}
     kept = {
-        folder: [(file, read_published(file).settings) for file in sorted(folder.glob(f"*{PUBLISHED}"))]
+        folder: [(file, read_published(file).config) for file in sorted(folder.glob(f"*{PUBLISHED}"))]
         for folder in {file.parent for file in files.values()}
     }
     for run in chosen:
-        own = run.settings
-        for file, settings in kept[files[run.path].parent]:
-            if differs := _config.differences(replace(settings, seed=own.seed), own):
+        for file, config in kept[files[run.path].parent]:
+            if differs := _config.differences(replace(config, seed=run.seed), run.config):
                 conflict = f"{file} holds a run of other settings than {run.path} ({', '.join(differs)})"
                 raise ValueError(f"{conflict}: remove it")
     for run in chosen:
@@ -72,12 +70,11 @@ def _presets_of(run: Run) -> list[str]:
     folder = "".join(run.path.resolve().parts[:-3][-1:])
     if folder in PRESETS:
         return [folder]
-    own = run.settings
     try:
         cell = load_cell(run.cell_id)
     except ValueError:  # of the user's own
         return []
-    return [preset for preset in PRESETS if not _config.differences(cell.config(preset, run.seed), own)]
+    return [preset for preset in PRESETS if not _config.differences(cell.config(preset, run.seed), run.config)]
 
 
 def _lines(run: Run) -> str:
@@ -87,7 +84,12 @@ def _lines(run: Run) -> str:
         end = {"error": {k: v for k, v in run.error.items() if k in ("kind", "message", "metrics")}}
     rows = [{k: v for k, v in row.items() if k != "time_per_step"} for row in run.metrics]  # seconds / steps
     # Only what was measured is rounded: a setting such as 2⁻¹⁶ must be what it was.
-    records = ({"config": run.config}, {"environment": environment}, *map(_rounded, rows), _rounded(end))
+    records = (
+        {"config": _config.to_dict(run.config)},
+        {"environment": environment},
+        *map(_rounded, rows),
+        _rounded(end),
+    )
     return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
 
 
@@ -160,18 +162,16 @@ _PRESET = {
 
 def _overview(preset: str, report: Report) -> str:
     """All cells of a preset in one table."""
-    collection = report.collection
     lines = [f"## {preset}: {_PRESET[preset]}", "", f"[Figures and claims]({preset}/report/report.md)", ""]
     lines += ["| | Cell | Paper | Here | Seeds | Setting | Commit |", "|---|---|---:|---:|---:|---|---|"]
-    for e in experiments_of(collection):
-        results = collection.of(e.name)
-        lines += [_cell(e.title, results[name]) for name in e.rows if name in results]
+    for section in report.sections:
+        lines += [_cell(section.experiment.title, result) for result in section.rows.values()]
     return "\n".join(lines) + "\n"
 
 
 def _cell(title: str, result: Result) -> str:
-    words, here = describe(result.config), result.text(result.cell.paper.metric)
-    setting = f"{words['network']} on {words['data']}, {words['epochs']} epochs, {words['precision']}"
+    here = result.text(result.cell.paper.metric)
+    setting = f"{result.setting}, {result.words['epochs']} epochs, {result.words['precision']}"
     commits = sorted({str(run.environment.get("commit") or "unknown")[:7] for run in result.done})
     seeds = str(len(result.done))
     return row(title, result.cell.label, result.paper_text, here, seeds, setting, ", ".join(commits))

@@ -12,7 +12,7 @@ import pytest
 from normmatters.lab.paper import EXPERIMENTS, Panel
 from normmatters.lab.report import collect, write_report
 from normmatters.lab.report.figures import Chart, Series, legend_key, png, svg
-from normmatters.lab.report.html import charts, slots
+from normmatters.lab.report.sections import charts
 from support.synthetic_runs import write_run
 
 
@@ -21,15 +21,15 @@ def test_a_panel_with_nothing_of_its_own_is_not_drawn(tmp_path: Path) -> None:
     fig3 = next(e for e in EXPERIMENTS if e.name == "fig3")
     for cell in ("l2_fp32", "l1_fp32", "l1_fp16"):
         write_run(tmp_path, f"fig3/{cell}")
-    assert [panel.title for panel, _ in charts(fig3, collect([tmp_path]))] == ["Validation error"]
+    assert [panel.title for panel, _ in charts(fig3, collect([tmp_path]).of("fig3"))] == ["Validation error"]
     write_run(tmp_path, "fig3/l1_fp16_x128")
-    assert [panel.title for panel, _ in charts(fig3, collect([tmp_path]))] == [
+    assert [panel.title for panel, _ in charts(fig3, collect([tmp_path]).of("fig3"))] == [
         "Validation error",
         "Inputs × 128 (ours)",
     ]
     fig1 = next(e for e in EXPERIMENTS if e.name == "fig1")
     write_run(tmp_path, "fig1/wd_on")
-    drawn = [panel.metric for panel, _ in charts(fig1, collect([tmp_path]))]
+    drawn = [panel.metric for panel, _ in charts(fig1, collect([tmp_path]).of("fig1"))]
     assert len(drawn) == len(set(drawn)) > 1  # the same cell, by another measure
 
 
@@ -84,7 +84,7 @@ def test_a_cell_has_one_look_in_all_panels_and_in_the_table() -> None:
     """The table's key of bounded weight norm in an LSTM was the line of no norm at all."""
     for e in EXPERIMENTS:
         for panel in e.panels:
-            assert {name: slots(e)[name] for name in panel.cells} == panel.slots
+            assert {name: e.slots[name] for name in panel.cells} == panel.slots
             if not panel.against:
                 assert panel.slots == {name: i for i, name in enumerate(panel.cells)}
 
@@ -162,7 +162,7 @@ def test_where_cells_ended_is_drawn_against_a_number_of_theirs(tmp_path: Path) -
             write_run(tmp_path, f"s4/{cell}", preset="small", seed=seed, final=final)
     write_run(tmp_path, "s4/free_c_4", preset="small", diverge=True)  # which ended nowhere
     s4 = next(e for e in EXPERIMENTS if e.name == "s4")
-    chart = next(chart for panel, chart in charts(s4, collect([tmp_path])) if panel.metric == "accuracy")
+    chart = next(chart for panel, chart in charts(s4, collect([tmp_path]).of("s4")) if panel.metric == "accuracy")
     free, frozen, silent = chart.series
     e = 4.302653 * 10 / 3**0.5
     assert free.points[0] == pytest.approx((0.25, 60, 60 - e, 60 + e))
@@ -172,8 +172,8 @@ def test_where_cells_ended_is_drawn_against_a_number_of_theirs(tmp_path: Path) -
     assert (drawn.count("<circle"), "factor on the constant" in drawn, ">0.25</text>" in drawn) == (3, True, True)
     assert chart.csv().splitlines()[1].startswith("0.25,60,")
     assert png(chart).startswith(b"\x89PNG")
-    assert {slots(s4)[f"free_c_{name}"] for name in ("quarter", "1", "4")} == {0}
-    assert slots(s4)["silent_c_4"] == 2
+    assert {s4.slots[f"free_c_{name}"] for name in ("quarter", "1", "4")} == {0}
+    assert s4.slots["silent_c_4"] == 2
 
 
 def test_a_factor_is_as_far_from_the_next_on_a_logarithmic_axis() -> None:

@@ -11,9 +11,10 @@ from normmatters.lab.experiments import experiment_names
 from normmatters.lab.files import write_atomic
 from normmatters.lab.report.collect import Collection, collect
 from normmatters.lab.report.figures import png, svg
-from normmatters.lab.report.html import charts, experiments_of, page
+from normmatters.lab.report.html import page
 from normmatters.lab.report.judge import Verdict, judge_all, not_run
 from normmatters.lab.report.markdown import markdown
+from normmatters.lab.report.sections import Section, sections_of
 
 __all__ = ["Collection", "Report", "Verdict", "collect", "draw", "judge_all", "write_report"]
 
@@ -22,11 +23,12 @@ _FIGURE = re.compile(r"(\w+)-\d+\.(svg|png)")
 
 @dataclass(frozen=True)
 class Report:
-    """What was written: the page (``html``), the Markdown, and what both show: the verdicts, and what was not run."""
+    """What was written (``html``, ``markdown``, ``figures``), and what it shows."""
 
     html: Path
     markdown: Path
     figures: tuple[Path, ...]
+    sections: tuple[Section, ...]
     verdicts: tuple[Verdict, ...]
     not_run: str
     collection: Collection
@@ -54,23 +56,24 @@ def write_report(
 def draw(collection: Collection, out: str | Path, *, command: str = "", images: bool = True) -> Report:
     """:func:`write_report` of runs that have been read."""
     verdicts, missing = judge_all(collection), not_run(collection)
+    sections = sections_of(collection, verdicts)
     folder = Path(out) / "figures"
     folder.mkdir(parents=True, exist_ok=True)
     figures: list[Path] = []
-    for e in experiments_of(collection):
-        for i, (_, chart) in enumerate(charts(e, collection)):
-            name = f"{e.name}-{i}"
+    for section in sections:
+        for i, (_, chart) in enumerate(section.charts):
+            name = f"{section.experiment.name}-{i}"
             figures.append(_write(folder / f"{name}.svg", svg(chart, standalone=True, id=name).encode()))
             if images:
                 figures.append(_write(folder / f"{name}.png", png(chart)))
-    html = _write(Path(out) / "report.html", page(collection, verdicts, missing, command).encode())
-    text = _write(Path(out) / "report.md", markdown(collection, verdicts, missing).encode())
+    html = _write(Path(out) / "report.html", page(collection, sections, verdicts, missing, command).encode())
+    text = _write(Path(out) / "report.md", markdown(collection, sections, verdicts, missing).encode())
     names = experiment_names()
     for path in folder.iterdir():  # there may be pictures of the user's own among them
         ours = _FIGURE.fullmatch(path.name)
         if path not in figures and ours and ours[1] in names:
             path.unlink()
-    return Report(html, text, tuple(figures), tuple(verdicts), missing, collection)
+    return Report(html, text, tuple(figures), tuple(sections), tuple(verdicts), missing, collection)
 
 
 def _write(path: Path, data: bytes) -> Path:

@@ -7,16 +7,17 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 from normmatters.lab import config as _config
 from normmatters.lab import experiments
 from normmatters.lab.claims import CLAIMS
+from normmatters.lab.config import RunConfig
 from normmatters.lab.experiments import Cell, Paper
-from normmatters.lab.files import read_plain
+from normmatters.lab.files import read_value
 from normmatters.lab.run_folder import read_metrics
 
 __all__ = ["METRICS", "Collection", "Metric", "Number", "Result", "Run", "collect", "describe", "differences"]
@@ -70,10 +71,10 @@ class Number:
 
 @dataclass(frozen=True)
 class Run:
-    """One run folder, read."""
+    """One run folder, or one published run, read."""
 
     path: Path
-    config: dict[str, Any]
+    config: RunConfig
     environment: dict[str, Any]
     metrics: list[dict[str, Any]]
     summary: dict[str, Any] | None
@@ -81,15 +82,11 @@ class Run:
 
     @property
     def cell_id(self) -> str:
-        return f"{self.config['experiment']}/{self.config['cell']}"
+        return f"{self.config.experiment}/{self.config.cell}"
 
     @property
     def seed(self) -> int:
-        return int(self.config["seed"])
-
-    @property
-    def settings(self) -> _config.RunConfig:
-        return _config.from_dict(self.config, str(self.path))
+        return self.config.seed
 
     @property
     def finished(self) -> bool:
@@ -113,13 +110,13 @@ class Run:
     @property
     def val_examples(self) -> int | None:
         """How many images the validation set has; None for text and for sets of the user's own."""
-        data = self.config["data"]
-        if _own_images(data):
+        data = self.config.data
+        if _own_images(data.name, data.dir):
             return None
-        trained = min(data["train_size"] or 1437, 1437)
+        trained = min(data.train_size or 1437, 1437)
         whole = {"digits": 1797 - trained, "cifar10": 10_000, "tiny_imagenet": 10_000, "imagefolder": 50_000}
-        size = whole.get(data["name"])
-        return size if size is None else min(size, data["val_size"] or size)
+        size = whole.get(data.name)
+        return size if size is None else min(size, data.val_size or size)
 
     def last(self, metric: Metric) -> float | None:
         values = [v for row in self.metrics if (v := metric.of(row)) is not None]
@@ -139,8 +136,17 @@ class Result:
         return tuple(r for r in self.runs if r.finished or r.diverged)
 
     @property
-    def config(self) -> dict[str, Any]:
+    def config(self) -> RunConfig:
         return self.runs[0].config
+
+    @cached_property
+    def words(self) -> dict[str, str]:
+        """:func:`describe` of its runs."""
+        return describe(_config.to_dict(self.config))
+
+    @property
+    def setting(self) -> str:
+        return f"{self.words['network']} on {self.words['data']}"
 
     @property
     def diverged(self) -> bool:
@@ -184,13 +190,27 @@ class Result:
             return self.divergence
         return "–" if number is None else number.text(metric.digits, metric.unit or metric.label)
 
+    @cached_property
+    def differences(self) -> list[tuple[str, str, str]]:
+        """``(what, here, in the paper)`` for each setting in which these runs differ from the paper's own regime.
+
+        What no setting can say has no second and third part.
+        """
+        if self.cell.of_user:
+            return []
+        source = experiments.load_cell(self.cell.source)
+        paper = _words(_config.merge(_config.to_dict(source.config("full")), dict(source.paper.regime)))
+        here = _words(_config.to_dict(self.config))
+        found = [(key, value, paper[key]) for key, value in here.items() if value != paper.get(key, value)]
+        return found + [(text, "", "") for text in source.paper.departs]
+
     @property
     def deviations(self) -> list[str]:
         """Settings in which these runs differ from what their cell says now, at the preset that fits them best."""
-        if not self.cell.table and not self.cell.same_as:
+        if self.cell.of_user:
             return []
-        source, here = experiments.load_cell(self.cell.source), _words(self.config)
-        cells = [_words(json.loads(_config.to_json(source.config(p)))) for p in experiments.PRESETS]
+        source, here = experiments.load_cell(self.cell.source), _words(_config.to_dict(self.config))
+        cells = [_words(_config.to_dict(source.config(preset))) for preset in experiments.PRESETS]
         found = [
             [f"{k} {here[k]} instead of {now[k]}" for k in here if here[k] != now.get(k, here[k])] for now in cells
         ]
@@ -283,8 +303,7 @@ def collect(paths: Iterable[str | Path], progress: Callable[[str], None] | None 
     for run in runs:
         by_cell.setdefault(run.cell_id, []).append(run)
     for name, group in by_cell.items():
-        # Equal configs are one object (see _whole), so that few of thousands must be compared.
-        if len({_identity(run) for run in {id(run.config["optim"]): run for run in group}.values()}) > 1:
+        if len({_identity(run.config) for run in group}) > 1:
             where = ", ".join(str(run.path) for run in group[:4])
             raise ValueError(f"{name} has runs of different settings ({where}): report one folder at a time")
         count = Counter(run.seed for run in group)
@@ -301,8 +320,8 @@ def collect(paths: Iterable[str | Path], progress: Callable[[str], None] | None 
     for name, group in by_cell.items():
         if name not in cells or cells[name].same_as:  # the lab runs that one under the other's name
             config = group[0].config
-            paper = Paper("ppl" if config["data"]["name"] in _config.TEXT else "accuracy")
-            cell = Cell(name, config["label"] or config["cell"], group[0].path, {}, {}, paper)
+            paper = Paper("ppl" if config.data.name in _config.TEXT else "accuracy")
+            cell = Cell(name, config.label or config.cell, group[0].path, {}, {}, paper)
             results[name] = Result(cell, tuple(group))
     return Collection(results, tuple(runs), tuple(foreign))
 
@@ -337,44 +356,38 @@ def read_published(path: Path) -> Run:
             parts |= record
     if parts["config"] is None:
         raise ValueError(f"{path}: not a published run: it has no config")
-    config = _whole(parts["config"], path)
+    config = _run_config(parts["config"], path)
     return Run(path, config, parts["environment"], rows, parts["summary"], parts["error"])
 
 
-def _whole(config: Any, path: Path) -> dict[str, Any]:
+def _run_config(config: Any, path: Path) -> RunConfig:
     """The config, checked; a setting that is younger than the run has its default."""
     if not isinstance(config, dict) or not {"experiment", "cell", "seed"} <= config.keys():
         raise ForeignConfig(f"{path}: not the config of a run (experiment, cell and seed are needed)")
     seed = config["seed"]
     if type(seed) is not int:
-        return dict(_config.to_dict(_config.from_dict(config, str(path))))  # says what is wrong with it
+        return _config.from_dict(config, str(path))  # says what is wrong with it
     # The seeds of a cell share all else, which is parsed and held once.
-    return {**_parsed(json.dumps({**config, "seed": 0}), str(path.parent.parent)), "seed": seed}
+    return replace(_parsed(json.dumps({**config, "seed": 0}), str(path.parent.parent)), seed=seed)
 
 
 @lru_cache(maxsize=1024)
-def _parsed(text: str, origin: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(_config.to_json(_config.from_dict(json.loads(text), origin)))
-    return found
+def _parsed(text: str, origin: str) -> RunConfig:
+    return _config.from_dict(json.loads(text), origin)
 
 
-def _identity(run: Run) -> str:
-    config = {k: v for k, v in run.config.items() if k not in ("seed", "label", "runtime")}
-    config |= {key: run.config["runtime"][key] for key in ("beam", "length_penalty")}
-    return json.dumps(config, sort_keys=True)
+def _identity(config: RunConfig) -> RunConfig:
+    """What the seeds of a cell must have in common."""
+    decoding = _config.RuntimeConfig(beam=config.runtime.beam, length_penalty=config.runtime.length_penalty)
+    return replace(config, seed=0, label="", runtime=decoding)
 
 
 def _read(folder: Path) -> Run:
     def table(name: str) -> dict[str, Any] | None:
-        try:
-            value = json.loads(read_plain(folder / name))
-        except FileNotFoundError:
-            return None
-        except (ValueError, OSError, RecursionError) as error:
-            raise ValueError(f"{folder / name}: cannot be read as JSON: {error}") from None
+        value = read_value(folder / name) if (folder / name).exists() else None
         return value if isinstance(value, dict) else None
 
-    config = _whole(table("config.json"), folder / "config.json")
+    config = _run_config(table("config.json"), folder / "config.json")
     rows, summary = read_metrics(folder / "metrics.jsonl"), table("summary.json")
     if summary is not None and len(rows) < (epochs := summary.get("epoch", 0)):  # their last line is not its result
         lost = f"finished with {epochs} epochs, but {len(rows)} are left in metrics.jsonl"
@@ -397,16 +410,16 @@ _MODELS = {
 }
 
 
-def _own_images(data: dict[str, Any]) -> str:
+def _own_images(data: str, directory: str | None) -> str:
     """The name of a folder of images of the user's own; empty for ImageNet and all other sets."""
-    folder = Path(data["dir"] or "imagenet").name or "images"  # "." has no name
-    return folder if data["name"] == "imagefolder" and folder != "imagenet" else ""
+    folder = Path(directory or "imagenet").name or "images"  # "." has no name
+    return folder if data == "imagefolder" and folder != "imagenet" else ""
 
 
 def describe(config: dict[str, Any]) -> dict[str, str]:
     """The settings of a run that a reader asks for first, in words."""
     data, model, optim = config["data"], config["model"], config["optim"]
-    name = _own_images(data) or data["name"]
+    name = _own_images(data["name"], data["dir"]) or data["name"]
     if data["name"] == "text":
         folder = Path(data["dir"] or "multi30k").name or "parallel text"
         name = {"wmt14": "WMT14", "multi30k": "Multi30k"}.get(folder, folder) + f" {data['source']}-{data['target']}"
@@ -433,22 +446,8 @@ def describe(config: dict[str, Any]) -> dict[str, str]:
 
 
 def differences(results: Iterable[Result]) -> list[tuple[str, str, str]]:
-    """``(what, here, in the paper)`` for each setting in which runs differ from the paper's own regime.
-
-    What no setting can say has no second and third part.
-    """
-    found: dict[tuple[str, str, str], None] = {}
-    for result in results:
-        if not result.cell.table and not result.cell.same_as:
-            continue
-        source = experiments.load_cell(result.cell.source)
-        full = json.loads(_config.to_json(source.config("full")))
-        paper = _words(_config.merge(full, dict(source.paper.regime)))
-        for key, value in _words(result.config).items():
-            if value != paper.get(key, value):
-                found[(key, value, paper[key])] = None
-        found |= dict.fromkeys((text, "", "") for text in source.paper.departs)
-    return list(found)
+    """:attr:`Result.differences` of several, each said once."""
+    return list(dict.fromkeys(found for result in results for found in result.differences))
 
 
 def _words(config: dict[str, Any]) -> dict[str, str]:
@@ -472,7 +471,7 @@ def _others(config: dict[str, Any]) -> dict[str, str]:
     def word(value: Any) -> str:
         if value is None or isinstance(value, bool):
             return {None: "usual", True: "yes", False: "no"}[value]
-        return f"{value:g}" if isinstance(value, float) else str(value)
+        return f"{value:g}" if isinstance(value, float) else str(list(value) if isinstance(value, tuple) else value)
 
     words = {
         key.replace("_", " "): word(value)

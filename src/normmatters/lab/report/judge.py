@@ -11,7 +11,7 @@ from typing import Literal
 
 from normmatters.lab.claims import CLAIMS, Claim, Rule
 from normmatters.lab.experiments import PRESETS, load_cell
-from normmatters.lab.report.collect import METRICS, Collection, Metric, Result, Run, describe, differences
+from normmatters.lab.report.collect import METRICS, Collection, Metric, Result, Run, differences
 from normmatters.lab.report.intervals import SEEDS_NEEDED, Interval, difference, mean_interval
 
 __all__ = ["BEYOND_DOUBT", "MARKS", "Kind", "Verdict", "compare", "compare_ratio", "judge", "judge_all", "not_run"]
@@ -83,7 +83,7 @@ def _presets_from(collection: Collection) -> tuple[str, ...]:
         ours = [r for r in collection.results.values() if r.cell.table]  # a run of the user's own has no cell file
         named = sum(preset in run.path.parts[:-3][-1:] for r in ours for run in r.runs)
         configs = [(r.config, r.cell.config(preset)) for r in ours if preset in r.cell.only]
-        alike = sum((c["data"]["name"], c["optim"]["epochs"]) == (d.data.name, d.optim.epochs) for c, d in configs)
+        alike = sum((c.data.name, c.optim.epochs) == (d.data.name, d.optim.epochs) for c, d in configs)
         return named, alike
 
     return PRESETS[PRESETS.index(max(PRESETS, key=matches)) :]
@@ -108,7 +108,7 @@ def judge(claim: Claim, collection: Collection) -> Verdict:
 
 def _trained(result: Result) -> str:
     """On what, and for how long: in every preset the same for all cells of a claim."""
-    words = describe(result.config)
+    words = result.words
     return f"{words['data']} ({words['training examples']}), {words['epochs']} epochs of batches of {words['batch']}"
 
 
@@ -122,8 +122,7 @@ def _stand_in(claim: Claim, results: Sequence[Result]) -> str:
     """Network and data, where the claim names a network and these are runs of another; else empty."""
     if "ResNet" not in claim.text or not any(what == "network" for what, _, _ in differences(results)):
         return ""
-    words = [describe(result.config) for result in results]
-    return ", ".join(dict.fromkeys(f"{w['network']} on {w['data']}" for w in words))
+    return ", ".join(dict.fromkeys(result.setting for result in results))
 
 
 def _compare(claim: Claim, a: Result, b: Result) -> Outcome:

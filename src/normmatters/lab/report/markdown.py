@@ -6,14 +6,16 @@ from collections import Counter
 from collections.abc import Sequence
 from urllib.parse import quote
 
-from normmatters.lab.report.collect import Collection, Result, describe, differences
-from normmatters.lab.report.html import charts, experiments_of, facts
+from normmatters.lab.report.collect import Collection
 from normmatters.lab.report.judge import Verdict
+from normmatters.lab.report.sections import Section, facts
 
 __all__ = ["markdown", "row"]
 
 
-def markdown(collection: Collection, verdicts: Sequence[Verdict], not_run: str = "") -> str:
+def markdown(
+    collection: Collection, sections: Sequence[Section], verdicts: Sequence[Verdict], not_run: str = ""
+) -> str:
     """The report as Markdown; images are links into ``figures/`` beside it, ``not_run`` stands below the claims."""
     count = Counter(v.verdict for v in verdicts)
     lines = ["# Norm matters, measured", ""]
@@ -26,29 +28,24 @@ def markdown(collection: Collection, verdicts: Sequence[Verdict], not_run: str =
         lines += ["| | Claim | Measured | Rule |", "|---|---|---|---|"]
         lines += [row(v.mark, f"{v.text} ({v.claim.check})", v.measured, v.claim.rule_text) for v in verdicts]
     lines += ["", not_run] if not_run else []
-    for e in experiments_of(collection):
-        results = collection.of(e.name)
+    for section in sections:
+        e = section.experiment
         lines += ["", f"## {e.title}: {e.topic}", ""]
-        changed = differences(results.values())
-        if changed:
+        if changed := section.differences:
             text = "; ".join(f"{what}: {here} instead of {paper}" if here else what for what, here, paper in changed)
             lines += [f"Not the paper's setting. {text}.", ""]
-        for i, (panel, _) in enumerate(charts(e, collection)):
+        for i, (panel, _) in enumerate(section.charts):
             lines += [f"![{e.title}: {panel.title}](figures/{quote(e.name)}-{i}.svg)", ""]
         lines += ["| Cell | Paper | Here | Seeds | Data and network |", "|---|---:|---:|---:|---|"]
-        lines += [_result(results[name]) for name in e.rows if name in results]
+        for result in section.rows.values():
+            here = result.text(result.cell.paper.metric)
+            lines.append(row(result.cell.label, result.paper_text, here, str(len(result.done)), result.setting))
     if collection.unfinished or collection.foreign:
         lines += ["", "## Not finished", ""]
         lines += [f"- {path}: its config.json is no run's" for path in collection.foreign]
         reasons = ((r, (r.error or {}).get("message", "stopped")) for r in collection.unfinished)
         lines += [f"- {r.cell_id}, seed {r.seed}: {_one_line(reason)}" for r, reason in reasons]
     return "\n".join(lines) + "\n"
-
-
-def _result(result: Result) -> str:
-    words, here = describe(result.config), result.text(result.cell.paper.metric)
-    setting = f"{words['network']} on {words['data']}"
-    return row(result.cell.label, result.paper_text, here, f"{len(result.done)}", setting)
 
 
 def row(*cells: str) -> str:
