@@ -28,7 +28,7 @@ TextModel = Literal["lstm", "transformer", "transformer_small"]
 ModelName = Literal[ImageModel, TextModel]
 NormName = Literal["native", "l1", "l2", "lp", "linf", "topk", "range", "mean_only", "none"]
 WeightNormName = Literal["none", "wn", "bwn", "l1_wn", "linf_wn"]
-Mode = Literal["wd_on", "wd_off", "corrected", "norm_schedule", "wd_free", "angular"]
+Mode = Literal["wd_on", "wd_off", "wd_follows_lr", "corrected", "norm_schedule", "wd_free", "angular"]
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,10 @@ class ModelConfig:
     ``gamma``: whether the batch norms' γ are trained; "frozen" ones stay 1. With ``zero_init_residual`` the last one of
     each branch begins at 0.
     ``norm_input_scale``, a power of two, multiplies what enters every batch norm: other units, the same network, unless
-    ``precision.arithmetic`` has too little range for them. ``attention``: an LSTM's scores, or these over
-    √d_model. ``width`` multiplies the number of channels; None below means the model's own default.
+    ``precision.arithmetic`` has too little range for them. ``init_scale`` multiplies the initial weights that a batch
+    norm follows, and with them the units of its eps and running variance: the same function. ``attention``: an LSTM's
+    scores by a product, by that over √d_model, or by a layer of tanh. ``width`` multiplies the number of channels; None
+    below means the model's own default.
     """
 
     name: ModelName = "small_cnn"
@@ -81,6 +83,7 @@ class ModelConfig:
     memory: Literal["exact", "lean"] = "exact"
     fuse: bool = True
     norm_input_scale: float = 1.0
+    init_scale: float = 1.0
     layer_norm: Literal["l2", "l1", "none"] = "l2"
     weight_norm: WeightNormName = "none"
     rho: float = 1.0
@@ -94,16 +97,20 @@ class ModelConfig:
     heads: int | None = None
     d_ff: int | None = None
     dropout: float | None = None
-    attention: Literal["dot", "scaled"] = "dot"
+    attention: Literal["dot", "scaled", "additive"] = "dot"
 
 
 @dataclass(frozen=True)
 class OptimConfig:
     """The regime. ``milestones`` are epochs (fractions too). ``mode``: how decay acts on weights followed by a norm:
 
-    ``wd_on``/``wd_off`` plain; ``corrected`` no decay, step sizes corrected to the norms of ``reference`` (F3);
-    ``norm_schedule`` constant lr, the norms follow the reference's or the schedule (F4); ``wd_free`` the exact
-    recursion with no decay; ``angular`` fixed norms, the angle per step set by ``angle`` or by lr and weight decay.
+    ``wd_on``/``wd_off`` plain; ``wd_follows_lr`` decay in proportion to the learning rate; ``corrected`` no decay, step
+    sizes corrected to the norms of ``reference`` (F3); ``norm_schedule`` constant lr, the norms follow the reference's
+    or the schedule (F4); ``wd_free`` the exact recursion with no decay; ``angular`` fixed norms, the angle per step set
+    by ``angle`` or by lr and weight decay; from there it goes as the learning rate to the power ``angle_power``, ½ as
+    in SGD's equilibrium (the lr that is logged is the one with that equilibrium).
+    ``invariant_lr`` (None: as the others) is the learning rate of the weights followed by a norm. ``invariant``: which
+    weights those are, as tested, or for a control all convolutions, whether a norm follows or not.
     Four kinds of parameters decay apart. ``weight_decay`` is of all other weights, the v of a weight norm among them.
     ``last_layer_weight_decay`` (None: as the others) always acts as plain decay on the classifier.
     ``gain_weight_decay`` (None: as the others) is of the g of a weight norm.
@@ -113,6 +120,7 @@ class OptimConfig:
 
     name: Literal["sgd", "adam", "adamw"] = "sgd"
     lr: float = 0.1
+    invariant_lr: float | None = None
     momentum: float = 0.9
     nesterov: bool = False
     betas: tuple[float, ...] = (0.9, 0.999)
@@ -132,6 +140,8 @@ class OptimConfig:
     reference: str | None = None
     correction: Literal["epoch", "step"] = "epoch"
     angle: float | None = None
+    angle_power: float = 0.5
+    invariant: Literal["tested", "all"] = "tested"
 
 
 @dataclass(frozen=True)
@@ -304,7 +314,8 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     (
         "a positive number",
         lambda v: 0 < v < math.inf,
-        "model.width model.rho optim.lr optim.eps optim.gamma optim.clip_norm optim.angle",
+        "model.width model.rho model.init_scale optim.lr optim.invariant_lr optim.eps optim.gamma optim.clip_norm "
+        "optim.angle optim.angle_power",
     ),
     (
         "zero or more",
@@ -350,7 +361,15 @@ def _check_combinations(config: RunConfig) -> None:
         what = "the cell whose norms are followed (mode corrected)"
         _need(bool(optim.reference), "optim.reference", what, optim.reference)
     _need(optim.angle is None or mode == "angular", "optim.angle", "unset but with mode angular", optim.angle)
-    if mode in ("angular", "wd_free") and optim.angle is None:
+    by_power = optim.angle_power != 0.5
+    own = mode == "angular" and optim.name == "sgd" and optim.angle is None
+    what = "0.5 but with mode angular, sgd and no angle of its own"
+    _need(own or not by_power, "optim.angle_power", what, optim.angle_power)
+    plain = mode in ("wd_on", "wd_off")
+    _need(plain or optim.invariant_lr is None, "optim.invariant_lr", f"unset with mode {mode}", optim.invariant_lr)
+    every = optim.invariant == "all"
+    _need(not every or not text, "optim.invariant", "tested with text, whose networks have no convolutions", "all")
+    if mode in ("angular", "wd_free", "wd_follows_lr") and optim.angle is None:
         _need(optim.weight_decay > 0, "optim.weight_decay", f"positive with mode {mode}", optim.weight_decay)
     if optim.schedule == "warmup_sqrt":
         _need(optim.warmup_steps >= 1, "optim.warmup_steps", "at least 1 with warmup_sqrt", optim.warmup_steps)
@@ -370,6 +389,7 @@ def _check_combinations(config: RunConfig) -> None:
     _need(model.rho == 1 or bounded, "model.rho", "1 without a bounded weight norm", model.rho)
     _need(not model.project or bounded, "model.project", "false without a bounded weight norm", model.project)
     rescales = model.norm not in ("mean_only", "none") and model.weight_norm == "none" and not text
+    _need(model.init_scale == 1 or rescales, "model.init_scale", "1 where no norm undoes it", model.init_scale)
     scale = model.norm_input_scale
     _need(scale == 1 or rescales, "model.norm_input_scale", "1 where no batch norm divides by a scale", scale)
     free, silent = model.gamma == "free", model.zero_init_residual
@@ -407,7 +427,11 @@ _YOUNGER = (
     ("model", ModelConfig, "attention"),
     ("model", ModelConfig, "project"),
     ("model", ModelConfig, "gamma"),
+    ("model", ModelConfig, "init_scale"),
     ("optim", OptimConfig, "gain_weight_decay"),
+    ("optim", OptimConfig, "invariant_lr"),
+    ("optim", OptimConfig, "angle_power"),
+    ("optim", OptimConfig, "invariant"),
 )
 # Changing these does not make another run: its finished result stays valid.
 _NOT_HASHED = {

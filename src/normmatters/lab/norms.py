@@ -48,7 +48,8 @@ class NormFactory:
 
     ``input_scale``: what a batch norm's input is multiplied with, a power of two. The norm's eps and the running
     variance that it starts from are in the same units, so in exact arithmetic, and in float32 to the bit, nothing else
-    changes; in fp16 it decides what over- and underflows.
+    changes; in fp16 it decides what over- and underflows. ``init_scale``: what the initial weights before a batch norm
+    are multiplied with, which changes the units of its input in the same way.
     """
 
     name: str = "l2"
@@ -61,6 +62,7 @@ class NormFactory:
     layer: str = "l2"
     input_scale: float = 1.0
     trains_gamma: bool = True
+    init_scale: float = 1.0
 
     @property
     def rescales(self) -> bool:
@@ -73,7 +75,8 @@ class NormFactory:
         fused_act = "relu" if self.fuse and isinstance(activation, nn.ReLU) else None
         if self.name == "none":
             return NormAct(ChannelBias(channels), activation, fused=False)
-        eps = _EPS * self.input_scale**2
+        units = self.input_scale * self.init_scale
+        eps = _EPS * units**2
         norm: nn.Module
         if self.name == "native":
             norm = nn.BatchNorm2d(channels, eps)
@@ -86,8 +89,8 @@ class NormFactory:
             norm = LpBatchNorm2d(channels, p, eps, k=k, constant=self.constant, act=fused_act, memory=self.memory)
         if not self.trains_gamma:
             norm.weight.requires_grad_(False)  # type: ignore[operator, union-attr]
-        if self.input_scale != 1:
-            norm.running_var.fill_(self.input_scale**2)  # type: ignore[operator, union-attr]
+        if units != 1:
+            norm.running_var.fill_(units**2)  # type: ignore[operator, union-attr]
         fused = self.name != "native" and self.fuse and (activation is None or fused_act is not None)
         return NormAct(norm, activation, fused, self.input_scale)
 
@@ -122,4 +125,5 @@ def norm_factory(config: ModelConfig) -> NormFactory:
         layer=config.layer_norm,
         input_scale=config.norm_input_scale,
         trains_gamma=config.gamma == "free",
+        init_scale=config.init_scale,
     )

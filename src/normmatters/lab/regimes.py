@@ -24,7 +24,7 @@ from normmatters.optim.angular import Angular
 from normmatters.optim.angular_sgd import AngularSGD
 from normmatters.optim.channels import channel_norms
 from normmatters.optim.correction import StepSizeCorrection
-from normmatters.optim.invariance import ScaleInvariantParameters, scale_invariant_parameters
+from normmatters.optim.invariance import Invariance, ScaleInvariantParameters, scale_invariant_parameters
 from normmatters.optim.norm_schedule import NormSchedule
 from normmatters.optim.recorder import NormRecorder
 from normmatters.optim.recording import Form, Recording
@@ -87,7 +87,7 @@ class Regime:
         self.optimizer, self.config, self.steps_per_epoch = optimizer, config, steps_per_epoch
         self.norm_schedule, self.recorder, self.watched = norm_schedule, recorder, watched
         self.capturable = capturable
-        self._lr: float | None = None
+        self._factor: float | None = None
 
     @property
     def lr(self) -> float:
@@ -104,15 +104,18 @@ class Regime:
             if step > 0:
                 self.norm_schedule.step()
             return
-        lr = self.config.lr * lr_factor(self.config, step, self.steps_per_epoch)
-        if lr == self._lr:
+        factor = lr_factor(self.config, step, self.steps_per_epoch)
+        if factor == self._factor:
             return
         for group in self.optimizer.param_groups:
+            lr = group.get("first_lr", self.config.lr) * factor ** group.get("lr_power", 1)
+            if group.get("follows_lr"):
+                group["weight_decay"] = self.config.weight_decay * factor
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(lr)  # a captured graph reads it from there
             else:
                 group["lr"] = lr
-        self._lr = lr
+        self._factor = factor
 
     def describe(self) -> dict[str, float]:
         """Mean norm and mean effective step η/‖w‖² (η/‖w‖ for Adam) over the watched channels, of the last step.
@@ -159,21 +162,30 @@ class Regime:
             self.norm_schedule.load_state_dict(state["norm_schedule"])
         if self.recorder is not None:
             self.recorder.load_state_dict(state["recorder"])
-        self._lr = None
+        self._factor = None
 
 
 def find_invariant(config: RunConfig, model: nn.Module, example: Any) -> ScaleInvariantParameters | None:
     """The scale-invariant weights, where a mode or the recording needs them; None where it would find none in time."""
-    needed = config.optim.mode not in ("wd_on", "wd_off")
+    optim = config.optim
+    needed = optim.mode not in ("wd_on", "wd_off") or optim.invariant_lr is not None
     text = config.data.name in TEXT
     if not needed and (text or config.runtime.record == "none"):
         return None  # testing a large translator takes long, and nothing depends on it
+    if optim.invariant == "all":
+        return _all_convolutions(model)
     invariant = scale_invariant_parameters(model, example)
     if needed and not len(invariant):
-        raise ValueError(
-            f"optim.mode={config.optim.mode} acts on scale-invariant weights, and {config.model.name} has none"
-        )
+        raise ValueError(f"optim.mode={optim.mode} acts on scale-invariant weights, and {config.model.name} has none")
     return invariant if len(invariant) else None
+
+
+def _all_convolutions(model: nn.Module) -> ScaleInvariantParameters:
+    """Every convolution's weights, said to be invariant by channel: a control, in which they need not be."""
+    names = {f"{n}.weight": m.weight for n, m in model.named_modules() if isinstance(m, nn.Conv2d)}
+    every = {n: torch.ones(len(w), dtype=torch.bool, device="cpu") for n, w in names.items()}
+    untested = {n: Invariance("channel", 0, mask, (), math.nan, math.nan) for n, mask in every.items()}
+    return ScaleInvariantParameters(model, untested)
 
 
 def build_regime(
@@ -203,7 +215,7 @@ def build_regime(
     # Only torch's fused SGD and Adam look at fp16's overflow themselves; for the others the scaler asks on the host.
     own = optim.mode in ("wd_on", "wd_off", "norm_schedule")
     capture = capture and (own or config.precision.amp != "fp16") and config.runtime.record != "step"
-    capture = capture and optim.angle is None
+    capture = capture and optim.angle is None and optim.mode != "wd_follows_lr"  # a graph would keep the first decay
     groups = _groups(config, model, invariant)
     optimizer = _optimizer(optim, groups, device, capture)
     norm_schedule = None
@@ -256,7 +268,7 @@ def _classifier(model: nn.Module) -> list[nn.Parameter]:
 def _groups(config: RunConfig, model: nn.Module, invariant: ScaleInvariantParameters | None) -> list[dict[str, Any]]:
     """Parameter groups, with names: scale-invariant weights, other weights, weight norms' g, classifier, vectors."""
     optim = config.optim
-    decays = optim.mode in ("wd_on", "wd_free", "angular")
+    decays = optim.mode in ("wd_on", "wd_follows_lr", "wd_free", "angular")
     decay = optim.weight_decay if decays else 0.0
     last_decay = decay if optim.last_layer_weight_decay is None else optim.last_layer_weight_decay
     last = {id(p) for p in _classifier(model)}
@@ -286,6 +298,12 @@ def _groups(config: RunConfig, model: nn.Module, invariant: ScaleInvariantParame
             group["weight_decay_free"] = part == "invariant"
         elif optim.mode == "angular":
             group["angular"] = part == "invariant"
+            if group["angular"]:  # the angle goes as the root of its group's learning rate
+                group["lr_power"] = 2 * optim.angle_power
+        if part == "invariant":
+            group["follows_lr"] = optim.mode == "wd_follows_lr"
+            if optim.invariant_lr is not None:
+                group["first_lr"] = optim.invariant_lr
         groups.append(group)
     return groups
 
@@ -297,7 +315,8 @@ def _optimizer(optim: OptimConfig, groups: list[dict[str, Any]], device: torch.d
             group["lr"] = torch.tensor(optim.lr, device=device)
     sgd: dict[str, Any] = {"lr": optim.lr, "momentum": optim.momentum, "nesterov": optim.nesterov}
     if optim.mode == "wd_free":
-        return WeightDecayFreeSGD(groups, **sgd, capturable=capture)
+        tested = optim.invariant == "tested"
+        return WeightDecayFreeSGD(groups, **sgd, capturable=capture, check_invariance=tested)
     if optim.mode == "angular" and optim.name == "sgd" and optim.angle is None:
         return AngularSGD(groups, **sgd, capturable=capture)
     optimizer: Optimizer

@@ -68,6 +68,8 @@ def init_weights(model: nn.Module, norm: NormFactory) -> None:
         if isinstance(module, nn.Conv2d):
             if norm.rescales:
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+                with torch.no_grad():
+                    module.weight.mul_(norm.init_scale)  # a norm follows each of these
             else:
                 fan_in = module.weight[0].numel()
                 nn.init.normal_(module.weight, std=_gain(norm) / math.sqrt(fan_in))
