@@ -89,6 +89,7 @@ def test_extends_takes_what_is_not_said(tmp_path: Path) -> None:
         ({"model": {"norm_input_scale": 2.0**33}}, "model.norm_input_scale must be a power of two"),
         ({"model": {"norm_input_scale": math.inf}}, "model.norm_input_scale must be a power of two"),
         ({"model": {"norm_input_scale": 2, "weight_norm": "wn"}}, "1 where no batch norm divides by a scale, got 2.0"),
+        ({"precision": {"sums": "running"}}, "precision.sums must be tree without precision.arithmetic, got 'running'"),
         ({"model": {"project": True}}, "model.project must be false without a bounded weight norm, got True"),
         ({"model": {"project": True, "weight_norm": "wn"}}, "model.project must be false without a bounded"),
         ({"model": {"gamma": "frozen", "weight_norm": "bwn"}}, "model.gamma must be free where no batch norm divides"),
@@ -186,6 +187,8 @@ def test_hash_sees_what_decides_the_numbers() -> None:
     assert config_hash(base) == "cffc865ea81e"  # of the published runs: a younger setting counts only where it is used
     assert config_hash(apply_overrides(base, ["model.norm_input_scale=2"])) not in others | {config_hash(base)}
     assert config_hash(apply_overrides(base, ["model.gamma=frozen"])) not in others | {config_hash(base)}
+    half = apply_overrides(base, ["precision.arithmetic=fp16"])
+    assert config_hash(apply_overrides(half, ["precision.sums=running"])) != config_hash(half)
     bounded = apply_overrides(base, ["model.weight_norm=bwn"])
     assert config_hash(apply_overrides(bounded, ["model.project=true"])) != config_hash(bounded)
     text = from_dict({"data": {"name": "numbers"}, "model": {"name": "lstm"}})

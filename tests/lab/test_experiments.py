@@ -158,13 +158,20 @@ def test_cells_of_s1_differ_in_one_thing(preset: str) -> None:
         assert (len(last), [o.weight_decay for o in decays]) == (1, [1e-3, 0.0])
 
 
-def test_cells_of_s4_and_s5_differ_in_one_thing() -> None:
+def test_cells_of_s4_to_s6_differ_in_one_thing() -> None:
     factors = {"quarter": 0.25, "half": 0.5, "0_8": 0.8, "1": 1.0, "1_25": 1.25, "2": 2.0, "4": 4.0}
     for kind, change in (("free", set()), ("frozen", {"model.gamma"}), ("silent", {"model.zero_init_residual"})):
         assert _changes(f"s4/{kind}_c_1", "s4/free_c_1", "small") == change
         for name, factor in factors.items():
             assert _changes(f"s4/{kind}_c_{name}", f"s4/{kind}_c_1", "small") <= {"model.constant"}
             assert load_cell(f"s4/{kind}_c_{name}").config("small").model.constant == factor
+    for norm in ("l2", "l1", "linf", "topk"):
+        assert _changes(f"s6/{norm}_running", f"s6/{norm}_tree", "small") == {"precision.sums"}
+        assert _changes(f"s6/{norm}_tree", f"s6/{norm}_fp32", "small") == {
+            "precision.arithmetic",
+            "precision.accumulate",
+        }
+        assert _changes(f"s6/{norm}_running", "s6/l2_running", "small") <= {"model.norm"}
     assert _changes("s5/bwn", "s5/bn", "small") == {"model.weight_norm"}
     assert _changes("s5/bwn_alone", "s5/bwn", "small") == {"model.norm"}
     assert _changes("s5/bwn_trelu", "s5/bwn_alone", "small") == {"model.activation"}

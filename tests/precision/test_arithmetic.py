@@ -348,6 +348,72 @@ def test_fp8_is_a_storage_format():
         assert torch.equal(y, torch.full_like(y, largest))
 
 
+def _scalar_loop(row, dtype):
+    total = dtype(0)
+    for value in row:
+        total = dtype(total + dtype(value))
+    return float(total)
+
+
+@pytest.mark.parametrize(("accumulate", "dtype"), [(torch.float16, np.float16), (torch.float32, np.float32)])
+def test_a_running_mean_is_a_scalar_loops(accumulate, dtype):
+    torch.manual_seed(7)
+    x = torch.randn(3, 777) * torch.tensor([[1.0], [1e-6], [300.0]]) + torch.tensor([[1.0], [0.0], [200.0]])
+    sums = [_scalar_loop(row, dtype) for row in x.numpy()]
+    assert (sums[2] == math.inf) == (dtype is np.float16)  # 777 · 200 is beyond 65504
+    expected = rounding.divide(torch.tensor(sums)[:, None], 777, accumulate)
+    found = rounding.running_mean(x, 1, accumulate)
+    assert torch.equal(found, expected)
+    assert torch.equal(rounding.running_mean(x.T, 0, accumulate), expected.T)
+    assert not torch.equal(found, rounding.tree_mean(x, 1, accumulate))
+    assert torch.equal(
+        rounding.running_mean(-x.abs() * 0, 1, accumulate).signbit(), torch.zeros(3, 1, dtype=torch.bool)
+    )
+
+
+def test_a_running_sum_in_fp16_stagnates_and_overflows_where_a_tree_does_not():
+    for value in (1.0, 2.0**-9):  # from 2048 numbers on, half of the last digit is the number itself: it goes to even
+        equal = torch.full((1, 8192), value)
+        assert rounding.running_mean(equal, 1, torch.float16).item() == value / 4
+        assert rounding.tree_mean(equal, 1, torch.float16).item() == value
+    assert rounding.running_mean(torch.full((1, 2000), 60.0), 1, torch.float16).item() == math.inf
+    bf16 = rounding.running_mean(torch.full((1, 512), 1.0), 1, torch.bfloat16).item()
+    assert bf16 == 0.5  # 8 binary digits: it stands still at 256
+
+
+@pytest.mark.parametrize(("p", "k"), KINDS)
+def test_every_norm_in_fp32_takes_running_sums(p, k):
+    torch.manual_seed(8)
+    x, grad = torch.randn(2, 16, 3, 4, 4)
+    results = []
+    for sums in ("tree", "running"):
+        with precision.arithmetic("fp32", accumulate="fp32", sums=sums) as setting:
+            assert setting.sums == sums
+            results.append(values_and_gradients(lambda x: precision.batch_norm(x, training=True, p=p, k=k), [x], grad))
+    assert relative_error(results[0], [t.double() for t in results[1]]) < 1e-5
+
+
+def test_top_k_sums_few_numbers_and_l1_many():
+    torch.manual_seed(9)
+    x = torch.randn(32768, 1)
+    errors = {}
+    for name, p, k in (("l1", 1, None), ("l2", 2, None), ("linf", math.inf, None), ("topk", math.inf, 10)):
+        scales = []
+        for sums in ("tree", "running"):
+            with precision.arithmetic("fp16", accumulate="fp16", sums=sums):
+                y = precision.batch_norm(x, training=True, p=p, k=k)
+            scales.append(y.std().item())
+        errors[name] = abs(scales[1] / scales[0] - 1)
+    assert errors["l1"] > 2
+    assert errors["l2"] > 0.4  # the largest squares still count
+    assert max(errors["linf"], errors["topk"]) < 0.05
+
+
+def test_unknown_orders_of_summation_are_refused():
+    with pytest.raises(ValueError, match="sums must be 'tree' or 'running', got 'pairs'"):
+        precision.arithmetic("fp16", sums="pairs")
+
+
 def test_tree_mean_neither_overflows_nor_drifts():
     values = torch.full((1, 1_000_003), 60000.0)
     assert rounding.tree_mean(values, 1, torch.float16).item() == pytest.approx(60000, rel=2 * EPS16)
@@ -498,13 +564,14 @@ def test_compiled_models_stay_whole_and_obey_the_context():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("sums", ["tree", "running"])
 @pytest.mark.parametrize(("p", "k"), KINDS)
-def test_gpu_agrees_to_the_bit_and_can_be_captured(p, k):
+def test_gpu_agrees_to_the_bit_and_can_be_captured(p, k, sums):
     torch.manual_seed(12)
     x, grad = torch.randn(2, 37, 5, 3, 3)
 
     def call(x):
-        with precision.arithmetic("fp16", accumulate="fp16"):
+        with precision.arithmetic("fp16", accumulate="fp16", sums=sums):
             return precision.batch_norm(x, training=True, p=p, k=k)
 
     expected = values_and_gradients(call, [x], grad)

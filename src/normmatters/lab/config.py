@@ -147,11 +147,12 @@ class OptimConfig:
 @dataclass(frozen=True)
 class PrecisionConfig:
     """``amp``: autocast of the whole network. ``arithmetic``/``accumulate``: what the arithmetic of our own norms is
-    rounded to (Fig. 3; see ``normmatters.precision.arithmetic``)."""
+    rounded to, ``sums``: in which order they add up (Fig. 3; see ``normmatters.precision.arithmetic``)."""
 
     amp: Literal["none", "fp16", "bf16"] = "none"
     arithmetic: Literal["fp16", "bf16", "fp32"] | None = None
     accumulate: Literal["fp16", "bf16", "fp32"] | None = None
+    sums: Literal["tree", "running"] = "tree"
     tf32: bool = True
 
 
@@ -380,6 +381,7 @@ def _check_combinations(config: RunConfig) -> None:
     if precision.arithmetic is None:
         accumulate = precision.accumulate
         _need(accumulate is None, "precision.accumulate", "unset without precision.arithmetic", accumulate)
+        _need(precision.sums == "tree", "precision.sums", "tree without precision.arithmetic", precision.sums)
     else:
         ours = norm == "l1" if text else norm not in ("native", "none")
         _need(ours, f"model.{used}", "one of ours: precision.arithmetic is theirs", norm)
@@ -432,6 +434,7 @@ _YOUNGER = (
     ("optim", OptimConfig, "invariant_lr"),
     ("optim", OptimConfig, "angle_power"),
     ("optim", OptimConfig, "invariant"),
+    ("precision", PrecisionConfig, "sums"),
 )
 # Changing these does not make another run: its finished result stays valid.
 _NOT_HASHED = {

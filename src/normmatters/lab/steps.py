@@ -32,7 +32,8 @@ class Arithmetic:
                 # no cache: a graph must hold the casts of the weights, not their first result
                 stack.enter_context(torch.autocast(self.device.type, self.autocast_dtype, cache_enabled=False))
             if config.arithmetic is not None:
-                stack.enter_context(precision.arithmetic(config.arithmetic, accumulate=config.accumulate or "fp32"))
+                own = precision.arithmetic(config.arithmetic, config.accumulate or "fp32", config.sums)
+                stack.enter_context(own)
             yield
 
 

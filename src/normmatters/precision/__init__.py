@@ -14,8 +14,9 @@ What is computed how:
   agree to the bit.
 - **Sums** are means by pairwise averaging: each node of a binary tree is (a + b)/2, rounded once to ``accumulate``.
   Halving on the way keeps every partial result within the range of the data, so an fp16 accumulator holds a mean over
-  millions of elements. All statistics use this same tree: where L2 fails, its squares failed, not our sum. Signs and
-  ties are counted by integer counters, without rounding.
+  millions of elements. All statistics use this same tree: where L2 fails, its squares failed, not our sum. With
+  ``sums="running"`` each is one running sum instead, as a plain loop would have it. Signs and ties are counted by
+  integer counters, without rounding.
 - **Scalars of a channel** (constant, eps, root) are computed in ``accumulate`` and rounded to ``dtype`` where they meet
   elements. L2 is √(s² + eps), as everywhere. The other norms have no squares to begin with, and form the same number as
   m·√(1 + (l/m)²), where m is the larger and l the smaller of s and √eps: nothing in it can overflow, and only
@@ -34,7 +35,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -49,7 +50,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 __all__ = ["Arithmetic", "active", "arithmetic", "batch_norm", "layer_norm", "rms_norm"]
 
 
-def arithmetic(dtype: str | torch.dtype, accumulate: str | torch.dtype = "fp32") -> _Context:
+def arithmetic(
+    dtype: str | torch.dtype,
+    accumulate: str | torch.dtype = "fp32",
+    sums: Literal["tree", "running"] = "tree",
+) -> _Context:
     """Compute this library's batch, layer and RMS norms in ``dtype``, with sums in ``accumulate``.
 
     A context manager, which as ``torch.autocast``'s may be entered again and again, and a decorator (generators and
@@ -61,6 +66,8 @@ def arithmetic(dtype: str | torch.dtype, accumulate: str | torch.dtype = "fp32")
         dtype: ``"fp16"``, ``"bf16"``, ``"fp32"``, or for storage in fp8 with fp16 arithmetic ``"e4m3"``, ``"e5m2"``;
             or the torch dtype.
         accumulate: ``"fp16"``, ``"bf16"`` or ``"fp32"``, or the torch dtype.
+        sums: ``"tree"`` for means by pairwise averaging, ``"running"`` for one running sum over all numbers, one after
+            the other, which can overflow and stagnate. On a CPU it is slow in bf16.
 
     Example::
 
@@ -69,10 +76,12 @@ def arithmetic(dtype: str | torch.dtype, accumulate: str | torch.dtype = "fp32")
         ...     y = bn(torch.randn(8, 64, 4, 4))
     """
     accumulator = _format("accumulate", accumulate, FORMATS)
+    if sums not in ("tree", "running"):
+        raise ValueError(f"sums must be 'tree' or 'running', got {sums!r}")
     storage = _format("dtype", dtype, FORMATS | STORAGE)
     if storage in STORAGE.values():
-        return _Context(Arithmetic(torch.float16, accumulator, storage, torch.float8_e5m2))
-    return _Context(Arithmetic(storage, accumulator, storage, storage))
+        return _Context(Arithmetic(torch.float16, accumulator, storage, torch.float8_e5m2, sums))
+    return _Context(Arithmetic(storage, accumulator, storage, storage, sums))
 
 
 def active() -> Arithmetic | None:

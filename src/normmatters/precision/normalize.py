@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from normmatters.precision.rounding import (
     divide,
     multiply,
     rounded,
+    running_mean,
     split_count,
     subtract,
     tree_mean,
@@ -44,6 +45,11 @@ class Arithmetic:
     accumulate: torch.dtype  # partial sums, and the scalars of a channel
     storage: torch.dtype  # activations between operations
     gradient: torch.dtype  # gradients between operations
+    sums: Literal["tree", "running"] = "tree"  # in which order numbers are added up
+
+    def mean(self, x: Tensor, dim: int) -> Tensor:
+        """Mean over ``dim`` (kept, size 1), by a tree of averages or by a running sum, in the accumulator's format."""
+        return (running_mean if self.sums == "running" else tree_mean)(x, dim, self.accumulate)
 
     # Nothing here is compiled: a graph would drop the round trips through fp16, which are the point.
 
@@ -154,16 +160,16 @@ class Rule:
             one = deviation.new_ones(deviation.shape[0], 1)
             return one, one
         if self.kind == "l2":
-            variance = tree_mean(multiply(deviation, deviation, dtype), 1, acc)
+            variance = self.arithmetic.mean(multiply(deviation, deviation, dtype), 1)
             if C != 1:
                 variance = multiply(variance, constant(C * C, acc), acc)
             return rounded(variance.sqrt(), acc), rounded(add(variance, constant(self.eps, acc), acc).sqrt(), acc)
         if self.kind == "l1":
-            statistic = tree_mean(deviation.abs(), 1, acc)
+            statistic = self.arithmetic.mean(deviation.abs(), 1)
         elif self.kind == "range":
             statistic = rounded(subtract(x.amax(1, keepdim=True), x.amin(1, keepdim=True), dtype), acc)
         else:
-            statistic = tree_mean(deviation.abs().topk(self.k, 1).values, 1, acc)
+            statistic = self.arithmetic.mean(deviation.abs().topk(self.k, 1).values, 1)
         s = multiply(statistic, C, acc)
         return s, _hypotenuse(s, constant(math.sqrt(self.eps), acc), acc)
 
@@ -214,14 +220,14 @@ class Normalize(torch.autograd.Function):
         fixed: tuple[Tensor, Tensor] | None,
         rule: Rule,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dtype, acc, storage = rule.arithmetic.dtype, rule.arithmetic.accumulate, rule.arithmetic.storage
+        dtype, storage = rule.arithmetic.dtype, rule.arithmetic.storage
         x = rounded(input.float(), storage)
         if fixed is not None:
             mean, D = fixed
             s = D
             deviation = subtract(x, rounded(mean, dtype), dtype)
         else:
-            mean = tree_mean(x, 1, acc) if rule.center else x.new_zeros(x.shape[0], 1)
+            mean = rule.arithmetic.mean(x, 1) if rule.center else x.new_zeros(x.shape[0], 1)
             deviation = subtract(x, rounded(mean, dtype), dtype) if rule.center else x
             s, D = rule.scales(x, deviation)
         y = deviation if rule.kind == "mean" else divide(deviation, rounded(D, dtype), dtype)
@@ -259,11 +265,11 @@ class Normalize(torch.autograd.Function):
         g_hat = g if weight is None else multiply(g, rounded(weight.float(), dtype), dtype)
         g_x = multiply(g, x_hat, dtype)
         over_weight = 1 - rule.weight_dim  # the dimension that the parameters' gradients sum over
-        sums = tree_mean(torch.stack([g, g_x]), 1 + over_weight, acc)
+        sums = rule.arithmetic.mean(torch.stack([g, g_x]), 1 + over_weight)
         if rule.weight_dim == 0:  # a row has one weight, which leaves its means as a factor
             means = sums if weight is None else multiply(sums, rounded(weight.float(), acc), acc)
         else:
-            means = tree_mean(torch.stack([g_hat, multiply(g_hat, x_hat, dtype)]), 2, acc)
+            means = rule.arithmetic.mean(torch.stack([g_hat, multiply(g_hat, x_hat, dtype)]), 2)
 
         dx = g_hat
         if not ctx.fixed:

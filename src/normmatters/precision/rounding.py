@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -110,6 +111,38 @@ def tree_mean(x: Tensor, dim: int, accumulate: torch.dtype) -> Tensor:
         x = rounded(left.mul_(0.5), accumulate)
     fraction, _ = split_count(n, accumulate)
     return x if fraction == 1 else divide(x, fraction, accumulate)
+
+
+def running_mean(x: Tensor, dim: int, accumulate: torch.dtype) -> Tensor:
+    """Mean over ``dim`` (kept, size 1) by one running sum from 0: r ← r + x_i, each rounded to ``accumulate``.
+
+    The numbers are rounded as they enter, the sum is divided by n in the end. It may overflow, and it stagnates: in
+    fp16 a sum of equal numbers stops to grow at 2048 of them, whatever their size.
+    """
+    n = x.shape[dim]
+    if n == 0:
+        return x.sum(dim, keepdim=True)
+    rows = x.movedim(dim, -1).contiguous()
+    total = _running_sum(rows.view(-1, n), accumulate).view(rows.shape[:-1]).unsqueeze(-1).movedim(-1, dim)
+    return divide(total, n, accumulate)
+
+
+def _running_sum(rows: Tensor, accumulate: torch.dtype) -> Tensor:
+    if _can_use_kernels(rows):
+        from normmatters.kernels.triton import rounding as kernels
+
+        return kernels.running_sum(rows, accumulate)
+    if rows.device.type == "cpu" and accumulate != torch.bfloat16:  # which numpy does not have
+        dtype = np.float16 if accumulate == torch.float16 else np.float32
+        with np.errstate(over="ignore", invalid="ignore"):
+            sums = np.add.accumulate(
+                rows.detach().numpy().astype(dtype), axis=1
+            )  # one after the other; `sum` is a tree
+        return torch.from_numpy(sums[:, -1].astype(np.float32)) + 0.0  # of -0 alone: 0 as from 0
+    total = rows.new_zeros(rows.shape[0])
+    for column in rounded(rows, accumulate).unbind(1):
+        total = rounded(total + column, accumulate)
+    return total
 
 
 def _even_levels(x: Tensor, dim: int, accumulate: torch.dtype) -> Tensor:

@@ -292,3 +292,16 @@ def test_a_dispatch_mode_sees_operations_that_it_knows(launched):
     with mode, precision.arithmetic("fp16"):
         assert norm(mode.from_tensor(torch.randn(4, 3, 2, 2, device=DEVICE))).shape == (4, 3, 2, 2)
     assert launched == []
+
+
+@pytest.mark.parametrize("accumulate", ACCUMULATORS)
+@pytest.mark.parametrize("n", [1, 63, 64, 130])
+def test_running_sums_are_the_plain_ones(accumulate: torch.dtype, n: int, launched: list[str]) -> None:
+    torch.manual_seed(n)
+    x = torch.randn(5, n, device=DEVICE) * torch.tensor([1e-7, 1.0, 100.0, 3000.0, 0.0], device=DEVICE)[:, None]
+    x[3] = x[3].abs()  # its sum leaves fp16
+    x[4] = -0.0
+    ours = rounding.running_mean(x, 1, accumulate)
+    assert "running_sum_kernel" in launched
+    with plain():
+        same_bits(ours, rounding.running_mean(x.cpu(), 1, accumulate).to(DEVICE))

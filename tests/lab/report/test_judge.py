@@ -186,7 +186,7 @@ TOGETHER: list[set[str]] = [
     {"model.weight_norm", "optim.gain_weight_decay"},
     {"model.project", "optim.weight_decay"},
     {"optim.mode", "optim.reference"},
-    {"precision.arithmetic", "precision.accumulate", "model.norm_input_scale"},
+    {"precision.arithmetic", "precision.accumulate", "precision.sums", "model.norm_input_scale"},
 ]
 
 

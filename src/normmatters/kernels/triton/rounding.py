@@ -264,6 +264,49 @@ def tree_launches(rows: int, n: int, inner: int, dtype: torch.dtype) -> list[tup
     return launches
 
 
+# Running sums ---------------------------------------------------------------------------------------------------------
+
+_AT_ONCE = 64  # loads that are under way together: the additions wait for each other, the loads need not
+
+
+@triton.jit
+def running_sum_kernel(x_ptr, y_ptr, n, FORMAT: tl.constexpr, AT_ONCE: tl.constexpr, OVERLAP: tl.constexpr):
+    """One program per row."""
+    wait_for_previous(OVERLAP, LONG=True)
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * n
+    total = tl.full((), 0.0, tl.float16 if FORMAT == "fp16" else tl.float32)
+    for start in range(0, n, AT_ONCE):
+        for i in tl.static_range(AT_ONCE):
+            value = tl.load(x_ptr + start + i, mask=start + i < n, other=0.0)
+            if FORMAT == "fp16":
+                total = total + value.to(tl.float16)  # one rounded addition, where float32's takes two conversions
+            else:
+                total = round_to(total + round_to(value, FORMAT), FORMAT)
+    tl.store(y_ptr + row, total.to(tl.float32))
+
+
+@functools.lru_cache(MAX_PLANS)
+def running_launch(rows: int, n: int, dtype: torch.dtype) -> Launch:
+    return Launch(
+        running_sum_kernel,
+        (rows, 1),
+        (n,),
+        {"FORMAT": FORMATS[dtype], "AT_ONCE": min(triton.next_power_of_2(n), _AT_ONCE)},
+        num_warps=1,
+        overlaps=True,
+        contracts=False,
+    )
+
+
+def running_sum(x: Tensor, accumulate: torch.dtype) -> Tensor:
+    """The sum of each row of a contiguous float32 matrix, number by number, each addition rounded."""
+    total = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
+    with on_device(x.device):
+        running_launch(*x.shape, accumulate)((x, total))
+    return total
+
+
 def takes_mean(x: Tensor, dim: int) -> bool:
     """Whether there are levels for :func:`tree_mean` to compute."""
     return x.dtype == torch.float32 and 0 < x.numel() < 2**31 and x.shape[dim] % 2 == 0
