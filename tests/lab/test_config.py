@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from normmatters.lab.config import RunConfig, apply_overrides, config_hash, from_dict, to_dict
+from normmatters.lab.config import RunConfig, config_hash, from_dict, merge, overrides_table, to_dict
 from normmatters.lab.experiments import load_file
 
 TOML = """
@@ -141,6 +141,10 @@ def test_extends_takes_what_is_not_said(tmp_path: Path) -> None:
 def test_bad_values_say_what_was_expected(table: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         from_dict(table)
+
+
+def apply_overrides(config: RunConfig, overrides: list[str]) -> RunConfig:
+    return from_dict(merge(to_dict(config), overrides_table(overrides)))
 
 
 def test_overrides() -> None:

@@ -7,9 +7,11 @@ import fcntl
 import json
 import math
 import os
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -82,9 +84,12 @@ def test_a_finished_run_is_not_run_again(tmp_path: Path) -> None:
 
 def test_the_callers_torch_settings_come_back(tmp_path: Path) -> None:
     torch.manual_seed(5)
-    before = torch.get_rng_state()
-    train(small_run(optim={"epochs": 1}), tmp_path)
+    before, others = torch.get_rng_state(), (random.getstate(), np.random.get_state(legacy=False))  # noqa: NPY002
+    threads = torch.get_num_threads()
+    train(small_run(optim={"epochs": 1}, runtime={"threads": threads + 1}), tmp_path)
     assert torch.equal(torch.get_rng_state(), before)
+    assert str((random.getstate(), np.random.get_state(legacy=False))) == str(others)  # noqa: NPY002  # no run uses them
+    assert torch.get_num_threads() == threads
     assert not torch.are_deterministic_algorithms_enabled()
 
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import io
-import random
 import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from normmatters.lab.errors import RunError
@@ -70,22 +68,12 @@ def load(folder: Path, device: torch.device | str = "cpu") -> tuple[dict[str, An
 
 
 def random_state() -> dict[str, Any]:
-    """Every global random number generator, as tensors and plain values."""
-    version, keys, gauss = random.getstate()
-    name, words, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002
-    return {
-        "python": [version, list(keys), gauss],
-        "numpy": [name, [int(w) for w in words], int(position), int(has_gauss), float(cached)],
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else [],
-    }
+    """Torch's global random number generators: nothing in a run draws from Python's or numpy's."""
+    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+    return {"torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all() if cuda else []}
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    version, keys, gauss = state["python"]
-    random.setstate((version, tuple(keys), gauss))
-    name, words, *rest = state["numpy"]
-    np.random.set_state((name, np.array(words, dtype=np.uint32), *rest))  # noqa: NPY002
     torch.set_rng_state(state["torch"].cpu())
     if state["cuda"] and torch.cuda.is_available():
         torch.cuda.set_rng_state_all([s.cpu() for s in state["cuda"]])

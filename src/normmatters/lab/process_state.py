@@ -1,15 +1,13 @@
-"""What a run takes from its process: a device, its share of the batch, random seeds and torch's global switches."""
+"""What a run takes from its process: a device, its share of the batch, and torch's global switches."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
 import os
-import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -37,26 +35,28 @@ def process_group(config: RunConfig) -> tuple[torch.device, Shard]:
     return device, Shard(rank, world)
 
 
-def seed_everything(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed % (1 << 32))  # noqa: NPY002
-    torch.manual_seed(seed)
+def _cudnn_switch(name: str) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+    cudnn = torch.backends.cudnn
+    return lambda: getattr(cudnn, name), lambda value: setattr(cudnn, name, value)
 
 
-@contextlib.contextmanager
-def torch_settings(config: RunConfig, device: torch.device) -> Iterator[None]:
-    """Threads and torch's global switches for this run; the caller's, and its random state, are put back at the end."""
-    before, random_state = _current(device.type == "cuda"), checkpoint.random_state()
-    _apply(wanted_settings(config, device))
-    try:
-        yield
-    finally:
-        _apply(before)
-        checkpoint.set_random_state(random_state)
+_deterministic: Any = torch.utils.deterministic
+# Torch's global switches: how each is read and set.
+_SWITCHES: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
+    "threads": (torch.get_num_threads, torch.set_num_threads),
+    "deterministic": (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+    "fill": (
+        lambda: _deterministic.fill_uninitialized_memory,
+        lambda value: setattr(_deterministic, "fill_uninitialized_memory", value),
+    ),
+    "matmul": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    "benchmark": _cudnn_switch("benchmark"),
+    "allow_tf32": _cudnn_switch("allow_tf32"),
+}
 
 
 def wanted_settings(config: RunConfig, device: torch.device) -> dict[str, Any]:
-    """What :func:`torch_settings` sets."""
+    """The switches that this run sets. A CPU run leaves cuDNN's alone: a program may have locked them."""
     wanted: dict[str, Any] = {"threads": config.runtime.threads or torch.get_num_threads()}
     if device.type == "cuda":
         tf32 = config.precision.tf32
@@ -65,28 +65,19 @@ def wanted_settings(config: RunConfig, device: torch.device) -> dict[str, Any]:
     return wanted | {"deterministic": config.runtime.deterministic, "fill": False}
 
 
-def _current(cuda: bool) -> dict[str, Any]:
-    switches: dict[str, Any] = {
-        "threads": torch.get_num_threads(),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "fill": torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
-        "matmul": torch.get_float32_matmul_precision(),
-    }
-    if cuda:  # a CPU run leaves cuDNN's switches alone: a program may have locked them
-        switches |= {"benchmark": torch.backends.cudnn.benchmark, "allow_tf32": torch.backends.cudnn.allow_tf32}
-    return switches
-
-
-def _apply(switches: dict[str, Any]) -> None:
-    torch.set_num_threads(switches["threads"])
-    if "deterministic" in switches:
-        torch.use_deterministic_algorithms(switches["deterministic"])
-        torch.utils.deterministic.fill_uninitialized_memory = switches["fill"]  # type: ignore[attr-defined]
-    if "matmul" in switches:
-        torch.set_float32_matmul_precision(switches["matmul"])
-    if "benchmark" in switches:
-        torch.backends.cudnn.benchmark = switches["benchmark"]
-        torch.backends.cudnn.allow_tf32 = switches["allow_tf32"]
+@contextlib.contextmanager
+def torch_settings(config: RunConfig, device: torch.device) -> Iterator[None]:
+    """Set torch's switches for this run. The caller's, and its random state, are put back at the end."""
+    wanted, random_state = wanted_settings(config, device), checkpoint.random_state()
+    before = {name: _SWITCHES[name][0]() for name in wanted}
+    try:
+        for name, value in wanted.items():
+            _SWITCHES[name][1](value)
+        yield
+    finally:
+        for name, value in before.items():
+            _SWITCHES[name][1](value)
+        checkpoint.set_random_state(random_state)
 
 
 @contextlib.contextmanager

@@ -121,7 +121,7 @@ def redraw(results: str | Path, pages: Iterable[str | Path] = ()) -> list[Report
     named = list(zip(presets, reports))
     write_atomic(results / "README.md", "\n".join([_ABOUT, *(_overview(p, r) for p, r in named)]).encode())
     for page, parts in texts.items():
-        filled = [part if i % 2 == 0 else _claims(part, named, page.parent) for i, part in enumerate(parts)]
+        filled = [part if i % 2 == 0 else _numbers(part, named) for i, part in enumerate(parts)]
         write_atomic(page, "".join(filled).encode())
     return reports
 
@@ -177,16 +177,18 @@ def _cell(title: str, result: Result) -> str:
     return row(title, result.cell.label, result.paper_text, here, seeds, setting, ", ".join(commits))
 
 
-def _claims(words: str, reports: Sequence[tuple[str, Report]], page: Path) -> str:
-    """What the runs say about the claims of the named checks, with its marks, for a page in the folder ``page``.
+def _numbers(words: str, reports: Sequence[tuple[str, Report]]) -> str:
+    """What stands in the marked part of a page that asks for ``words``, with its marks."""
+    rows = {"headlines": _headlines, "dates": _dates}.get(words)
+    lines = rows(reports) if rows else _claims(words.split(), reports)
+    return "\n".join([f"<!-- numbers: {words} -->", *lines, END])
+
+
+def _claims(checks: list[str], reports: Sequence[tuple[str, Report]]) -> list[str]:
+    """What the runs say about the claims of the named checks.
 
     Those that no runs are about come last: a reader must see what was not tried, too.
     """
-    checks = words.split()
-    if checks == ["dates"]:
-        return "\n".join([f"<!-- numbers: {words} -->", *_dates(reports), END])
-    if checks == ["headlines"]:
-        return "\n".join([f"<!-- numbers: {words} -->", *_headlines(reports), END])
     lines, seen = list[list[str]](), set[Claim]()
     for preset, report in reversed(reports):  # the longest runs first
         for v in _judged(report):
@@ -199,10 +201,9 @@ def _claims(words: str, reports: Sequence[tuple[str, Report]], page: Path) -> st
             missing = ", ".join(f"`{id}`" for id in sorted(claim.cells - run))
             why = f"not run: {missing}" if missing else "not run at one preset"
             lines.append([MARKS["open"], _claim(claim, claim.caveats), why, "", ""])
-    table = ["No runs of it are published."]
-    if seen:
-        table = ["| | Claim | Measured | Seeds | Preset |", "|---|---|---|---:|---|", *(row(*cells) for cells in lines)]
-    return "\n".join([f"<!-- numbers: {words} -->", *table, END])
+    if not seen:
+        return ["No runs of it are published."]
+    return ["| | Claim | Measured | Seeds | Preset |", "|---|---|---|---:|---|", *(row(*cells) for cells in lines)]
 
 
 def _judged(report: Report) -> list[Verdict]:

@@ -26,7 +26,7 @@ from normmatters.lab.files import write_atomic
 from normmatters.lab.models import Translator, build_model
 from normmatters.lab.models.layers import draw_from
 from normmatters.lab.objective import Classification, Objective, Translation
-from normmatters.lab.process_state import first_process_first, process_group, seed_everything
+from normmatters.lab.process_state import first_process_first, process_group
 from normmatters.lab.regimes import Regime, build_regime, find_invariant, find_recording
 from normmatters.lab.run_folder import RunFolder, RunResult
 from normmatters.lab.steps import Arithmetic, Evaluation, Stepper
@@ -92,7 +92,7 @@ def train(
                 if first and resume:
                     folder.start(config, device)
                 with execution.setting_up():
-                    seed_everything(config.seed)
+                    torch.manual_seed(config.seed)
                     cache = folder.path if resume and folder.path.is_dir() else None
                     run = TrainingRun(config, folder, device, shard, execution, data_dir, reference_dir, cache)
                     if first and not resume:  # not before: a misspelt --data-dir must not cost a finished run

@@ -14,8 +14,8 @@ import json
 import os
 import platform
 import shutil
+import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -160,32 +160,25 @@ class RunFolder:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The epochs of a ``metrics.jsonl``, none where there is no file; what follows a damaged line is left out."""
-    lines = read_plain(path).splitlines() if path.exists() else []
-    try:  # all at once: the names of a row's values are then held once, which counts with thousands of runs
-        found = json.loads(b"[" + b",".join(lines) + b"]")
-    except (ValueError, RecursionError):
-        found = _until_damaged(lines)
+    """The epochs of a ``metrics.jsonl``, none where there is no file; what follows a damaged line is left out.
+
+    The last line is damaged if it was being written when the run was killed.
+    """
     rows: list[dict[str, Any]] = []
-    for row in found:
+    for line in read_plain(path).splitlines() if path.exists() else []:
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            break
         if not isinstance(row, dict) or not isinstance(row.get("epoch"), int):
             break
-        rows.append(row)
+        rows.append({sys.intern(key): value for key, value in row.items()})  # the names once for thousands of runs
     return rows
-
-
-def _until_damaged(lines: list[bytes]) -> Iterator[Any]:
-    """The last line is damaged if it was being written when the run was killed."""
-    for line in lines:
-        try:
-            yield json.loads(line)
-        except (ValueError, RecursionError):
-            return
 
 
 def environment(device: torch.device) -> dict[str, Any]:
     """Versions and hardware that a result should be read with."""
-    about: dict[str, Any] = {
+    return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "normmatters": normmatters.__version__,
         "python": platform.python_version(),
@@ -197,7 +190,6 @@ def environment(device: torch.device) -> dict[str, Any]:
         "world_size": int(os.environ.get("WORLD_SIZE", "1")),
         "commit": commit(),
     }
-    return about
 
 
 def _json(value: dict[str, Any]) -> bytes:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import abc
-import queue
-import threading
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -20,6 +20,7 @@ from normmatters.lab.data.augment import EpochPlan
 # Images uint8 (N, H, W, C) and labels int64 (N,) to train with, and the same to validate with.
 Splits = tuple[Tensor, Tensor, Tensor, Tensor]
 CHUNK_BYTES = 1 << 25  # images augmented by one gather: few launches, little memory
+_AHEAD = 5  # batches that are read before they are asked for
 
 
 def times_of_change(folder: Path) -> tuple[int, ...]:
@@ -179,40 +180,25 @@ class StreamLoader(TrainLoader):
             yield x.permute(0, 3, 1, 2), labels.to(self.device, non_blocking=True)
 
 
-def prefetch(read, steps: int, *, pin: bool = False):  # type: ignore[no-untyped-def]
+def prefetch(
+    read: Callable[[int], tuple[Tensor, ...]], steps: int, *, pin: bool = False
+) -> Iterator[tuple[Tensor, ...]]:
     """``read(0) … read(steps − 1)`` in order, a few ahead, in one thread; its errors are raised here."""
-    ready: queue.Queue[object] = queue.Queue(maxsize=4)
-    stop = threading.Event()
 
-    def put(item: object) -> bool:
-        while not stop.is_set():
-            try:
-                ready.put(item, timeout=0.1)
-                return True
-            except queue.Full:
-                continue
-        return False
+    def load(step: int) -> tuple[Tensor, ...]:
+        item = read(step)
+        return tuple(t.pin_memory() for t in item) if pin else item
 
-    def work() -> None:
-        try:
-            for step in range(steps):
-                item = read(step)
-                if not put(tuple(t.pin_memory() for t in item) if pin else item):
-                    return
-        except BaseException as error:
-            put(error)
-
-    thread = threading.Thread(target=work, daemon=True, name="prefetch")
-    thread.start()
+    pool = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
     try:
-        for _ in range(steps):
-            item = ready.get()
-            if isinstance(item, BaseException):
-                raise item
+        ahead = deque(pool.submit(load, step) for step in range(min(_AHEAD, steps)))
+        for step in range(steps):
+            item = ahead.popleft().result()
+            if step + _AHEAD < steps:
+                ahead.append(pool.submit(load, step + _AHEAD))
             yield item
     finally:
-        stop.set()
-        thread.join()
+        pool.shutdown(cancel_futures=True)
 
 
 class EvalLoader:
