@@ -1,6 +1,6 @@
 """One chart, three forms: inline SVG in the page's own colours, a standalone SVG, a PNG.
 
-The SVG is written by hand because its colours must be CSS variables: the same drawing serves a light and a dark page.
+The SVG is a template, ``chart.svg``, because its colours must be CSS variables: it serves light and dark pages.
 Series differ by colour and by dash, so that no reader depends on colour alone.
 """
 
@@ -11,9 +11,12 @@ import io
 import json
 import math
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
+from functools import cache
+from pathlib import Path
+
+from jinja2 import Environment, StrictUndefined, Template
+from markupsafe import Markup
 
 __all__ = ["DARK", "DASHES", "LIGHT", "Chart", "Series", "legend_key", "png", "svg"]
 
@@ -22,7 +25,7 @@ LIGHT = ("#0b62b8", "#c2410c", "#0f7a55", "#8a3fb5", "#8a6a00", "#4b5563")
 DARK = ("#6cb6ff", "#ff9a62", "#46d6a0", "#d6a2ff", "#eac54f", "#b6bfca")
 DASHES = ("", "7 3", "2 2.5", "9 3 2 3", "5 2 1 2", "1 3")
 _WIDTH, _HEIGHT = 460, 300
-_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 16, 12, 40
+_AREA = (58, 444, 12, 260)  # of the curves: left, right, top, bottom
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,10 @@ class Series:
     slot: int
     diverged: bool = False
     paper: float | None = None
+
+    @property
+    def has_spread(self) -> bool:
+        return any(high > low for _, _, low, high in self.points)
 
 
 @dataclass(frozen=True)
@@ -115,84 +122,57 @@ def svg(chart: Chart, *, standalone: bool = False, id: str = "chart") -> str:
     xs = [p[0] for s in chart.series for p in s.points] or [0.0, 1.0]
     x0, x1 = (min(xs) / 1.1, max(xs) * 1.1) if chart.against else (min(xs), max(max(xs), min(xs) + 1))
     y0, y1 = _y_range(chart)
-    width, height = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
+    left, right, top, bottom = _AREA
 
     def fx(x: float) -> float:
         part = math.log(x / x0) / math.log(x1 / x0) if chart.against else (x - x0) / (x1 - x0)
-        return round(_LEFT + part * width, 1)
+        return round(left + part * (right - left), 1)
 
     def fy(y: float) -> float:
         if chart.log:
             y = math.log(max(y, y0 * 1e-3) / y0) / math.log(y1 / y0)
         else:
             y = (y - y0) / (y1 - y0)
-        return round(_TOP + (1 - min(max(y, -1.0), 2.0)) * height, 1)
+        return round(top + (1 - min(max(y, -1.0), 2.0)) * (bottom - top), 1)
 
-    parts = []
-    for tick in _ticks(y0, y1, chart.log):
-        parts.append(f'<path class="grid" d="M{_LEFT} {fy(tick)}H{_WIDTH - _RIGHT}"/>')
-        parts.append(f'<text x="{_LEFT - 7}" y="{fy(tick) + 4}" text-anchor="end">{_number(tick)}</text>')
-    for tick in sorted({*xs}) if chart.against else _ticks(x0, x1, False):
-        if chart.against or tick == int(tick):
-            parts.append(f'<path class="axis" d="M{fx(tick)} {_HEIGHT - _BOTTOM}v4"/>')
-            parts.append(f'<text x="{fx(tick)}" y="{_HEIGHT - _BOTTOM + 17}" text-anchor="middle">{tick:g}</text>')
-    parts.append(f'<path class="axis" d="M{_LEFT} {_HEIGHT - _BOTTOM}H{_WIDTH - _RIGHT}"/>')
-    parts.append(f'<text x="{_LEFT + width / 2}" y="{_HEIGHT - 5}" text-anchor="middle">{escape(chart.x_label)}</text>')
-    middle, label = _TOP + height / 2, escape(chart.axis)
-    parts.append(f'<text transform="rotate(-90 11 {middle})" x="11" y="{middle}" text-anchor="middle">{label}</text>')
-    clip = re.sub(r"\W", "-", f"clip-{id}")  # a user's experiment may be called R&D
-    parts.append(
-        f'<clipPath id="{clip}"><rect x="{_LEFT}" y="{_TOP}" width="{width + 4}" height="{height}"/></clipPath>'
-    )
-    parts.append(f'<g clip-path="url(#{clip})">')
-    for s in chart.series:
-        if not s.points:
-            continue
-        color = f"var(--s{s.slot % 6})"
-        parts.append(f'<g class="series" data-slot="{s.slot}"><title>{escape(s.label)}</title>')
-        if chart.against:
-            bars = "".join(f"M{fx(x)} {fy(lo)}V{fy(hi)}" for x, _, lo, hi in s.points)
-            parts.append(f'<path d="{bars}" style="stroke:{color};stroke-width:1.5"/>')
-        elif any(hi > lo for _, _, lo, hi in s.points):
-            edge = [f"{fx(x)},{fy(hi)}" for x, _, _, hi in s.points] + [
-                f"{fx(x)},{fy(lo)}" for x, _, lo, _ in s.points[::-1]
-            ]
-            parts.append(f'<polygon points="{" ".join(edge)}" style="fill:{color};opacity:.14"/>')
-        line = " ".join(f"{fx(x)},{fy(mean)}" for x, mean, _, _ in s.points)
-        parts.append(f'<polyline points="{line}"{_stroke(s.slot)}/>')
-        for x, mean, *_ in s.points if chart.against else s.points[-1:]:
-            parts.append(f'<circle cx="{fx(x)}" cy="{fy(mean)}" r="2.6" style="fill:{color}"/>')
-        parts.append("</g>")
-    parts.append("</g>")
-    right = _WIDTH - _RIGHT + 1
-    for s in chart.series:
-        if s.paper is not None and s.points:
-            note = f"<title>{escape(s.label)} in the paper: {_number(s.paper)}</title>"
-            look = f'class="series paper" data-slot="{s.slot}" style="fill:var(--s{s.slot % 6})"'
-            parts.append(f'<path {look} d="M{right} {fy(s.paper)}l10 -5v10z">{note}</path>')
-    summary = "; ".join(f"{s.label} ends at {_number(s.points[-1][1])}" for s in chart.series if s.points)
-    aria = f'role="img" aria-label="{escape(f"{chart.title}, {chart.axis} by {chart.x_label}: {summary}", quote=True)}"'
-    if standalone:
-        rows = _legend_rows(chart.series)
-        total = _HEIGHT + 18 * (len(rows) // 2) + 26
-        head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 -22 {_WIDTH} {total}" width="{_WIDTH}" {aria}>'
-        title = f'<text class="title" x="{_LEFT}" y="-6">{escape(chart.title)}</text>'
-        back = '<rect class="page" y="-22" width="100%" height="100%"/>'
-        return f"{head}<style>{_style()}</style>{back}{title}{''.join(parts + rows)}</svg>\n"
     data = {
-        "x": [_LEFT, _WIDTH - _RIGHT, *((math.log(x0), math.log(x1)) if chart.against else (x0, x1))],
+        "x": [left, right, *((math.log(x0), math.log(x1)) if chart.against else (x0, x1))],
         "by": chart.x_label,
         "log": bool(chart.against),
         "unit": chart.unit,
         "series": [
-            {"label": s.label, "slot": s.slot, "p": [[x, _short(m)] for x, m, *_ in s.points]} for s in chart.series
+            {"label": s.label, "slot": s.slot, "p": [[x, float(f"{mean:.5g}")] for x, mean, *_ in s.points]}
+            for s in chart.series
         ],
     }
-    blob = escape(json.dumps(data, ensure_ascii=False, separators=(",", ":")), quote=True)
-    cross = f'<path class="cross" d="M0 {_TOP}v{height}"/>'
     return (
-        f'<svg class="chart" viewBox="0 0 {_WIDTH} {_HEIGHT}" {aria} data-chart="{blob}">{"".join(parts)}{cross}</svg>'
+        _template().render(
+            chart=chart,
+            drawn=[s for s in chart.series if s.points],
+            standalone=standalone,
+            area=_AREA,
+            width=_WIDTH,
+            height=_HEIGHT,
+            fx=fx,
+            fy=fy,
+            x_ticks=sorted({*xs}) if chart.against else [t for t in _ticks(x0, x1, False) if t == int(t)],
+            y_ticks=_ticks(y0, y1, chart.log),
+            clip=re.sub(r"\W", "-", f"clip-{id}"),  # a user's experiment may be called R&D
+            stroke=lambda slot: Markup(_stroke(slot)),
+            light=LIGHT,
+            dark=DARK,
+            data=json.dumps(data, ensure_ascii=False, separators=(",", ":")),
+        )
+        + "\n" * standalone
     )
+
+
+@cache
+def _template() -> Template:
+    environment = Environment(autoescape=True, undefined=StrictUndefined)
+    environment.filters["number"] = _number
+    source = Path(__file__).with_name("chart.svg").read_text(encoding="utf-8")
+    return environment.from_string("".join(line.strip("\n") for line in source.splitlines()))
 
 
 def _dash(slot: int) -> str:
@@ -208,33 +188,6 @@ def legend_key(slot: int) -> str:
 def _stroke(slot: int) -> str:
     dash = _dash(slot)
     return (f' stroke-dasharray="{dash}"' if dash else "") + f' style="stroke:var(--s{slot % 6})"'
-
-
-def _legend_rows(series: Sequence[Series]) -> list[str]:
-    rows = []
-    for i, s in enumerate(series):
-        y = _HEIGHT + 14 + 18 * i
-        rows.append(f'<polyline points="{_LEFT},{y - 4} {_LEFT + 28},{y - 4}"{_stroke(s.slot)}/>')
-        rows.append(f'<text x="{_LEFT + 36}" y="{y}">{escape(s.label)}</text>')
-    if any(s.paper is not None for s in series):
-        y = _HEIGHT + 14 + 9 * len(rows)
-        rows.append(f'<path class="mark" d="M{_LEFT + 16} {y - 4}l10 -5v10z"/>')
-        rows.append(f'<text x="{_LEFT + 36}" y="{y}">the paper’s final number</text>')
-    return rows
-
-
-def _style() -> str:
-    def theme(colors: tuple[str, ...], text: str, grid: str, page: str) -> str:
-        slots = ";".join(f"--s{i}:{c}" for i, c in enumerate(colors))
-        return f"svg{{{slots};--text:{text};--grid:{grid};--page:{page}}}"
-
-    shapes = (
-        "text{font:12px system-ui,sans-serif;fill:var(--text)}.title{font-weight:600}.page{fill:var(--page)}"
-        ".mark{fill:var(--text)}"
-        "polyline{fill:none;stroke-width:2;stroke-linejoin:round}.grid{stroke:var(--grid)}.axis{stroke:var(--text)}"
-    )
-    dark = theme(DARK, "#c9d1d9", "#30363d", "#0d1117")
-    return f"{theme(LIGHT, '#24292f', '#e3e7ec', '#ffffff')}{shapes}@media(prefers-color-scheme:dark){{{dark}}}"
 
 
 def png(chart: Chart) -> bytes:
@@ -283,7 +236,3 @@ def _number(value: float) -> str:
         mantissa, _, exponent = f"{value:.1e}".partition("e")
         return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
     return f"{value:.4g}"
-
-
-def _short(value: float) -> float:
-    return float(f"{value:.5g}")
