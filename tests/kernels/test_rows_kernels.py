@@ -320,10 +320,12 @@ def test_the_recorder_records_the_same_through_the_kernel(monkeypatch):
     """Beside weights that the kernel does not take: along dimension 1, whole, and of another dtype."""
     recordings = []
     launches = []
-    real = channels.ChannelMeter._launch_of
-    monkeypatch.setattr(
-        channels.ChannelMeter, "_launch_of", lambda self, members: launches.append(members) or real(self, members)
-    )
+
+    def plan(weights, *others):
+        launches.append([tuple(w.shape) for w in weights])
+        return RowNormsPlan(weights, *others)
+
+    monkeypatch.setattr("normmatters.kernels.triton.rows.RowNormsPlan", plan)
     for kernel in (True, False):
         monkeypatch.setattr(channels, "BACKENDS", {DEVICE: "normmatters.kernels.triton.rows"} if kernel else {})
         torch.manual_seed(0)
@@ -336,7 +338,7 @@ def test_the_recorder_records_the_same_through_the_kernel(monkeypatch):
                 w += 0.01 * torch.randn_like(w)
             recorder.step()
         recordings.append(recorder.recording())
-    assert launches == [[0, 4], [3]]  # planned once
+    assert launches == [[(5, 3, 3, 3), (11,)], [(4, 9)]]  # planned once
     ours, plain = recordings
     for name in plain.names:
         torch.testing.assert_close(ours.norms[name], plain.norms[name], rtol=1e-6, atol=0)

@@ -10,8 +10,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import compress
 from numbers import Real
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple, TypeVar
@@ -95,48 +96,60 @@ def normalize_numbers(group: Group) -> None:
             group[name] = float(value)
 
 
-def check_dense_gradients(index: int, group: Group) -> None:
-    """Raise on a sparse gradient, naming its parameter."""
-    for i, p in enumerate(group["params"]):
-        if p.grad is not None and p.grad.layout != torch.strided:
-            raise ValueError(
-                f"{parameter_label(index, group, i)} has a {p.grad.layout} gradient; a direction needs the whole "
-                "vector, so only dense gradients are supported"
-            )
-
-
-def check_own_groups(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """In ``__setstate__``: raise on parameter groups that another kind of optimizer saved."""
-    if "defaults" in state:  # unpickled, so all of it belongs to one optimizer
-        return
-    for index, (own, group) in enumerate(zip(optimizer.param_groups, state["param_groups"])):
-        # Look only at what its own groups have: torch adds defaults that no group has.
-        missing = [name for name in optimizer.defaults if name in own and name not in group]
-        if missing:
-            raise ValueError(
-                f"not a state of {type(optimizer).__name__}: its group {index} has no {', '.join(missing)}. To "
-                "continue with another optimizer than before, load the model alone"
-            )
-
-
-@contextmanager
-def loading(optimizer: Optimizer, finish: Callable[[dict[str, Any]], None]) -> Iterator[None]:
-    """While ``torch.optim`` loads: call ``finish`` with the state, after the user's pre-hooks and before post-hooks."""
-    state: dict[str, Any] = {}
-    handles = (
-        optimizer.register_load_state_dict_pre_hook(lambda _, hooked: state.update(hooked)),
-        optimizer.register_load_state_dict_post_hook(lambda _: finish(state), prepend=True),
-    )
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 def is_capturing() -> bool:
     """Whether the current CUDA stream is being captured into a graph."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+@contextmanager
+def new_group(optimizer: Optimizer) -> Iterator[tuple[int, Group]]:
+    """Index and settings of the group that was just added. It is dropped again if they are refused."""
+    try:
+        yield len(optimizer.param_groups) - 1, optimizer.param_groups[-1]
+    except (TypeError, ValueError):
+        optimizer.param_groups.pop()
+        raise
+
+
+class OptimizerWithState(Optimizer):
+    """Base class of the optimizers with a state that ``torch.optim`` would round to the dtype of the parameters."""
+
+    def _restore(self, group: Group, saved: dict[Tensor, dict[str, Any]]) -> None:
+        """Take over what must not be rounded from the saved states of the group's parameters."""
+        raise NotImplementedError
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in ``torch.optim``; what this optimizer adds to the state keeps its dtype."""
+        loaded: dict[str, Any] = {}
+
+        def finish(_: Optimizer) -> None:
+            for group, saved in zip(self.param_groups, loaded["param_groups"]):
+                states = [loaded["state"].get(key, {}) for key in saved["params"]]
+                self._restore(group, dict(zip(group["params"], states)))
+
+        # After the user's own pre-hooks, which may replace the state, and before his post-hooks.
+        handles = (
+            self.register_load_state_dict_pre_hook(lambda _, hooked: loaded.update(hooked)),
+            self.register_load_state_dict_post_hook(finish, prepend=True),
+        )
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Raise on parameter groups that another kind of optimizer saved."""
+        groups = [] if "defaults" in state else state["param_groups"]  # unpickled, all belongs to one optimizer
+        for index, (own, group) in enumerate(zip(self.param_groups if groups else (), groups)):
+            # Look only at what its own groups have: torch adds defaults that no group has.
+            missing = [name for name in self.defaults if name in own and name not in group]
+            if missing:
+                raise ValueError(
+                    f"not a state of {type(self).__name__}: its group {index} has no {', '.join(missing)}. To "
+                    "continue with another optimizer than before, load the model alone"
+                )
+        super().__setstate__(state)
 
 
 # Kinds of device where SGD's fused kernel is taken by default; on others it is the native kernel, where there is one.
@@ -151,27 +164,37 @@ class Members(NamedTuple):
     states: list[dict[str, Any]]
 
     @classmethod
-    def of(cls, optimizer: Optimizer, index: int) -> Members:
+    def of(cls, index: int, group: Group, state: Mapping[Tensor, dict[str, Any]]) -> Members:
         """The members of group ``index`` that have gradients; raises on a sparse gradient, naming its parameter.
 
         In few passes: on a GPU the host easily takes longer for a step than the device.
         """
-        group, state = optimizer.param_groups[index], optimizer.state
         params, grads = [*group["params"]], [p.grad for p in group["params"]]
         if type(None) in map(type, grads):
             params = [p for p, grad in zip(params, grads) if grad is not None]
             grads = [grad for grad in grads if grad is not None]
         if {*map(_LAYOUT, grads)} - {torch.strided}:
-            check_dense_gradients(index, group)
+            layouts = [torch.strided if p.grad is None else p.grad.layout for p in group["params"]]
+            i = next(i for i, layout in enumerate(layouts) if layout != torch.strided)
+            raise ValueError(
+                f"{parameter_label(index, group, i)} has a {layouts[i]} gradient; a direction needs the whole "
+                "vector, so only dense gradients are supported"
+            )
         return cls(params, grads, [state[p] for p in params])
+
+    def split(self, keys: Iterable[Any]) -> list[Members]:
+        """The members in parts of equal key; there is one key per member."""
+        keys = [*keys]
+        if len({*keys}) == 1:
+            return [self]
+        parts: dict[Any, list[Any]] = {}
+        for key, member in zip(keys, zip(*self)):
+            parts.setdefault(key, []).append(member)
+        return [Members(*map(list, zip(*part))) for part in parts.values()]
 
     def by_kind(self) -> list[Members]:
         """Parts of one class each: multi-tensor operations do not take shards (DTensors) beside whole tensors."""
-        kinds = dict.fromkeys(map(type, self.params))
-        if len(kinds) <= 1:
-            return [self]
-        parts = [[member for member in zip(*self) if type(member[0]) is kind] for kind in kinds]
-        return [Members(*map(list, zip(*part))) for part in parts]
+        return self.split(map(type, self.params))
 
     def momentum_buffers(self) -> list[Tensor]:
         """One buffer per parameter, first of zeros: the first step gives μ·0 + ∇L = ∇L, PyTorch's first buffer."""
@@ -319,7 +342,7 @@ def rates(group: Group, read: bool = False) -> tuple[Any, Any]:
     return lr, weight_decay
 
 
-class WeightDecayFree(Optimizer):
+class WeightDecayFree(OptimizerWithState):
     """Base class: α in the state of each parameter, checks before each step, and parameters with equal α together.
 
     A step of a subclass is: `_gather`, then for each cohort its equation, `rescale_factor` and `_store`.
@@ -332,24 +355,20 @@ class WeightDecayFree(Optimizer):
 
     def _check_group(self, index: int, group: Group, decay: float) -> None:
         """Raise if the group's settings do not fit together; ``decay`` is lr · weight_decay, or 0 on a device."""
-        raise TypeError(f"{type(self).__name__} defines no checks")
+        raise NotImplementedError
 
     def _acting_lr(self, index: int, weight: Tensor) -> float | Tensor:
         """What multiplies the next update of ``weight``, of group ``index``: lr and what replaces the decay."""
-        raise TypeError(f"{type(self).__name__} defines no learning rate")
+        raise NotImplementedError
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
-        try:
-            index, group = len(self.param_groups) - 1, self.param_groups[-1]
+        with new_group(self) as (index, group):
             self._check_group(index, group, self._checked_decay(group))
             for i, p in enumerate(group["params"] if group["weight_decay_free"] else ()):
                 if p.is_complex():
                     label = parameter_label(index, group, i)
                     raise ValueError(f"{label} is complex: only real weights have a weight-decay-free form here")
-        except (TypeError, ValueError):
-            self.param_groups.pop()
-            raise
 
     def _checked_decay(self, group: Group) -> float:
         """lr · weight_decay, or 0 where only a device knows it; raises on numbers that are out of range."""
@@ -357,10 +376,6 @@ class WeightDecayFree(Optimizer):
         check_numbers(**{name: group[name] for name in self._numbers})
         lr, weight_decay = group["lr"], group["weight_decay"]
         return host_value(lr) * host_value(weight_decay) if on_host(lr) and on_host(weight_decay) else 0.0
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        check_own_groups(self, state)
-        super().__setstate__(state)
 
     def _gather(self) -> tuple[list[tuple[Group, Members]], list[tuple[Group, Members, Any, Any]]]:
         """What steps now: (ordinary groups, cohorts of weight-decay-free groups, each with its η and λ).
@@ -375,7 +390,7 @@ class WeightDecayFree(Optimizer):
         for index, group in enumerate(self.param_groups):
             if capturing and not group["capturable"]:
                 raise ValueError(f"group {index} is captured into a CUDA graph: pass capturable=True")
-            members = Members.of(self, index)
+            members = Members.of(index, group, self.state)
             if not group["weight_decay_free"]:
                 ordinary.append((group, members))
                 continue
@@ -436,32 +451,16 @@ class WeightDecayFree(Optimizer):
 
         In a step without its gradient, ``torch.optim`` does not decay a parameter; its α then differs from the others'.
         """
-        capturable = group["capturable"]
-        one_by_one = group["foreach"] is False and not capturable
-        if not one_by_one and self._is_one_cohort(capturable, members):
-            return [members]
-        shared: dict[Any, dict[str, Tensor]] = {}
-        cohorts: dict[Any, Members] = {}
-        for p, grad, state in zip(*members):
-            if isinstance(state.get("alpha"), Tensor) != capturable or "alpha" not in state:
-                self._place_scalars(group, p, shared)
-            history = id(state["alpha"]) if capturable else tuple(state[name] for name, _ in self._scalars)
-            key = p if one_by_one else (_PLACE(p), history)
-            cohort = cohorts.setdefault(key, Members([], [], []))
-            cohort.params.append(p)
-            cohort.grads.append(grad)
-            cohort.states.append(state)
-        return list(cohorts.values())
-
-    def _is_one_cohort(self, capturable: bool, members: Members) -> bool:
-        """Whether all members step together, as in nearly every step; by `map`, because a loop takes long."""
-        if not members.params or not all("alpha" in state for state in members.states):
-            return False
-        alphas = [*map(itemgetter("alpha"), members.states)]
-        if isinstance(alphas[0], Tensor) != capturable:
-            return False
-        histories = map(id, alphas) if capturable else map(itemgetter(*(n for n, _ in self._scalars)), members.states)
-        return len({*histories}) == 1 and len({*map(_PLACE, members.params)}) == 1
+        params, _, states = members
+        capturable, names = group["capturable"], [name for name, _ in self._scalars]
+        # By `map` and comprehensions: for the many parameters of a model, loops take long.
+        misplaced = [isinstance(state.get("alpha"), Tensor) != capturable or "alpha" not in state for state in states]
+        if any(misplaced):
+            self._place_scalars(group, [*compress(params, misplaced)])
+        if group["foreach"] is False and not capturable:
+            return members.split(params)
+        histories = map(id, map(itemgetter("alpha"), states)) if capturable else map(itemgetter(*names), states)
+        return members.split(zip(map(_PLACE, params), histories))
 
     def _store(self, group: Group, cohort: Members, values: tuple[Any, ...]) -> None:
         """Write a cohort's new scalars; tensors (shared by the cohort) in place, so that a graph finds them again."""
@@ -473,37 +472,32 @@ class WeightDecayFree(Optimizer):
         for name, value in named.items():
             cohort.states[0][name].copy_(value)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in ``torch.optim``; α stays in double and captured scalars stay shared, bit for bit."""
-        with loading(self, self._load_scalars):
-            super().load_state_dict(state_dict)
+    def _restore(self, group: Group, saved: dict[Tensor, dict[str, Any]]) -> None:
+        stepped = [p for p, state in saved.items() if "alpha" in state]
+        for p in stepped:
+            self.state[p].update((name, saved[p][name]) for name, _ in self._scalars)
+        self._place_scalars(group, stepped)
 
-    def _load_scalars(self, state_dict: dict[str, Any]) -> None:
-        saved_state = state_dict["state"]
-        for group, saved_group in zip(self.param_groups, state_dict["param_groups"]):
-            shared: dict[Any, dict[str, Tensor]] = {}
-            for p, key in zip(group["params"], saved_group["params"]):
-                if "alpha" in (saved := saved_state.get(key, {})):
-                    self.state[p].update((name, saved[name]) for name, _ in self._scalars)
-                    self._place_scalars(group, p, shared)
-
-    def _place_scalars(self, group: Group, p: Tensor, shared: dict[Any, dict[str, Tensor]]) -> None:
-        """Put the scalars of ``p`` where its group has them: on the host, or in tensors that equal parameters share."""
-        values = {name: host_value(self.state[p].get(name, start)) for name, start in self._scalars}
-        if not group["capturable"]:
-            self.state[p].update(values)
-            return
-        key = *_PLACE(p), *values.values()
-        if key not in shared:
-            shared[key] = {n: torch.full((), v, dtype=torch.float64, device=p.device) for n, v in values.items()}
-        self.state[p].update(shared[key])
+    def _place_scalars(self, group: Group, params: list[Tensor]) -> None:
+        """Put the scalars where their group has them: on the host, or in tensors that equal parameters share."""
+        shared: dict[Any, dict[str, Tensor]] = {}
+        for p in params:
+            values = {name: host_value(self.state[p].get(name, start)) for name, start in self._scalars}
+            if not group["capturable"]:
+                self.state[p].update(values)
+                continue
+            key = *_PLACE(p), *values.values()
+            if key not in shared:
+                shared[key] = {n: torch.full((), v, dtype=torch.float64, device=p.device) for n, v in values.items()}
+            self.state[p].update(shared[key])
 
 
 class OptimizerWrapper(Optimizer):
     """Base class of an optimizer around an optimizer, which torch's schedulers, `GradScaler` and hooks accept.
 
     Shares the wrapped optimizer's parameter groups and state and adds one key to its `state_dict`. Subclasses define
-    `step`, and `_own_state`, `_check_own_state` and `_load_own_state` for what they add.
+    `step`, `_prepared` for what they add to a group, and `_own_state` and `_load_own_state` for what they add to the
+    state.
     """
 
     optimizer: Optimizer
@@ -535,8 +529,20 @@ class OptimizerWrapper(Optimizer):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.optimizer!r})"
 
+    def _prepared(self, index: int, group: Group) -> Group:
+        """``group`` with the settings that this wrapper needs; raises if they do not fit."""
+        return group
+
+    def _prepare_groups(self) -> None:
+        """Check all groups before the first is changed."""
+        prepared = [self._prepared(index, dict(group)) for index, group in enumerate(self.param_groups)]
+        for group, settings in zip(self.param_groups, prepared):
+            group.update(settings)
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self.optimizer.add_param_group(param_group)
+        with new_group(self) as (index, group):
+            self._prepared(index, group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.optimizer.zero_grad(set_to_none)

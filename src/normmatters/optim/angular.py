@@ -8,6 +8,7 @@ The wrapped optimizer makes its step w → w + Δ without weight decay. Then eve
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -17,8 +18,8 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from normmatters.optim._base import (
     Group,
+    Members,
     OptimizerWrapper,
-    check_dense_gradients,
     check_number,
     evaluate,
     host_value,
@@ -55,13 +56,10 @@ class Angular(OptimizerWrapper):
         super().__init__(optimizer)
         if isinstance(optimizer, AngularSGD | Angular):
             raise TypeError(f"{type(optimizer).__name__} sets its angle already")
-        self._rotators: dict[int, ChannelRotator] = {}
+        self._rotators: dict[Any, ChannelRotator] = {}
         self._norms: dict[Tensor, Tensor] = {}
         self._own_defaults = {"angle": angle, "dim": dim, "angular": True}
-        # All groups are checked before the first is changed.
-        groups = [self._with_defaults(i, dict(group)) for i, group in enumerate(optimizer.param_groups)]
-        for shared, group in zip(optimizer.param_groups, groups):
-            shared.update(group)
+        self._prepare_groups()
 
     @classmethod
     def from_model(
@@ -89,8 +87,7 @@ class Angular(OptimizerWrapper):
         groups = model_groups(model, example_input, decay_vectors, {}, {"angular": False}, by_dim=True)
         return cls(kind(groups, **options), angle)
 
-    def _with_defaults(self, index: int, group: Group) -> Group:
-        """The group with what Angular needs in it; raises if it cannot be turned."""
+    def _prepared(self, index: int, group: Group) -> Group:
         for name, value in self._own_defaults.items():
             group.setdefault(name, value)
         normalize_numbers(group)
@@ -115,14 +112,6 @@ class Angular(OptimizerWrapper):
         check_angle(self._angle(group))
         return group
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        self.optimizer.add_param_group(param_group)
-        try:
-            self._with_defaults(len(self.param_groups) - 1, self.param_groups[-1])
-        except (TypeError, ValueError):
-            self.param_groups.pop()
-            raise
-
     def _angle(self, group: Group) -> float | Tensor:
         check_number("lr", group["lr"])
         lr = group["lr"] if group.get("capturable") else host_value(group["lr"])
@@ -143,40 +132,35 @@ class Angular(OptimizerWrapper):
                 )
         loss = evaluate(closure)
         angular = [(i, group) for i, group in enumerate(self.param_groups) if group["angular"]]
-        params: dict[int, list[Tensor]] = {}
+        parts: list[tuple[int, Group, Members]] = []
         new: dict[Tensor, Tensor] = {}
         for i, group in angular:
             normalize_numbers(group)
-            check_dense_gradients(i, group)
+            parts += [(i, group, part) for part in Members.of(i, group, defaultdict(dict)).by_kind()]
             check_angle(self._angle(group))
             new |= first_norms(i, group, self._norms)
-            params[i] = [p for p in group["params"] if p.grad is not None]
         self._norms |= new
-        before = {i: _copies(params[i]) for i, _ in angular if params[i]}
+        before = [list(torch._foreach_mul(part.params, 1)) for _, _, part in parts]
         # PyTorch's Nesterov adds into the gradients, which are looked at after the step: a neuron may have none.
-        grads: dict[int, list[Tensor]] = {}
-        for i, group in angular:
-            grads[i] = [p.grad for p in params[i] if p.grad is not None]
-            if group.get("nesterov"):
-                grads[i] = [g.clone() for g in grads[i]]
-        decays = [group.get("weight_decay") for _, group in angular]
+        grads = [[g.clone() for g in part.grads] if group.get("nesterov") else part.grads for _, group, part in parts]
+        decayed = [(group, group["weight_decay"]) for _, group in angular if "weight_decay" in group]
         try:
-            for _, group in angular:
-                if "weight_decay" in group:
-                    group["weight_decay"] = 0.0
+            for group, _ in decayed:
+                group["weight_decay"] = 0.0
             self.optimizer.step()
         finally:
-            for (_, group), decay in zip(angular, decays):
-                if "weight_decay" in group:
-                    group["weight_decay"] = decay
-        for i, group in angular:
-            if not params[i]:
-                continue
+            for group, decay in decayed:
+                group["weight_decay"] = decay
+        for (i, group, (params, _, _)), old, gs in zip(parts, before, grads):
             # The parameters become the update Δ, the copies turn towards it and are copied back: no third buffer.
-            _for_all(torch._foreach_sub_, Tensor.sub_, params[i], before[i])
-            norms, rotate = [self._norms[p] for p in params[i]], self._rotators.setdefault(i, ChannelRotator())
-            rotate(before[i], params[i], grads[i], norms, -self._angle(group), group["dim"])
-            _for_all(torch._foreach_copy_, Tensor.copy_, params[i], before[i])
+            torch._foreach_sub_(params, old)
+            rotate = self._rotators.setdefault((i, type(params[0])), ChannelRotator())
+            rotate(old, params, gs, [self._norms[p] for p in params], -self._angle(group), group["dim"])
+            if hasattr(params[0], "full_tensor"):  # shards (DTensors) have no multi-tensor copy
+                for p, turned in zip(params, old):
+                    p.copy_(turned)
+            else:
+                torch._foreach_copy_(params, old)
         return loss
 
     def _parameters(self) -> list[Tensor]:
@@ -199,21 +183,3 @@ def _turning_rate(optimizer: Optimizer, group: Group) -> float | None:
         s, q = filter_sums(group["momentum"], group["nesterov"])
         return q / s
     return None
-
-
-def _sharded(tensors: list[Tensor]) -> bool:
-    """Whether there are shards (DTensors): multi-tensor operations do not take them beside whole tensors."""
-    return any(hasattr(p, "full_tensor") for p in tensors)
-
-
-def _copies(tensors: list[Tensor]) -> list[Tensor]:
-    return [p.clone() for p in tensors] if _sharded(tensors) else list(torch._foreach_mul(tensors, 1))  # few launches
-
-
-def _for_all(together: Callable[..., Any], one: Callable[..., Any], xs: list[Tensor], ys: list[Tensor]) -> None:
-    """x.one(y) for all x and y, in one multi-tensor operation where it can be."""
-    if not _sharded(xs):
-        together(xs, ys)
-        return
-    for x, y in zip(xs, ys):
-        one(x, y)

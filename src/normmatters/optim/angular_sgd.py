@@ -20,19 +20,18 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from normmatters.norm import compute_dtype
 from normmatters.optim._base import (
     Group,
     Members,
+    OptimizerWithState,
     check_number,
-    check_own_groups,
     evaluate,
     host_value,
     is_capturing,
-    loading,
+    new_group,
     normalize_numbers,
     on_host,
     parameter_label,
@@ -44,7 +43,7 @@ from normmatters.optim.decay_groups import model_groups
 from normmatters.optim.equilibrium import filter_sums
 
 
-class AngularSGD(Optimizer):
+class AngularSGD(OptimizerWithState):
     r"""SGD with momentum that turns every neuron by exactly one angle per step and keeps every norm.
 
     Args:
@@ -132,7 +131,6 @@ class AngularSGD(Optimizer):
         return cls(model_groups(model, example_input, decay_vectors, {}, others, by_dim=True), **options)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        check_own_groups(self, state)
         super().__setstate__(state)
         self._rotators = {}
 
@@ -148,9 +146,8 @@ class AngularSGD(Optimizer):
         if not param_group.get("angular", True) and param_group.get("lr_is_angle", self.defaults["lr_is_angle"]):
             raise ValueError("a group with angular=False is ordinary SGD and needs an lr of its own, not an angle")
         super().add_param_group(param_group)
-        index, group = len(self.param_groups) - 1, self.param_groups[-1]
-        normalize_numbers(group)
-        try:
+        with new_group(self) as (index, group):
+            normalize_numbers(group)
             self._check_numbers(group)
             if group["nesterov"] and group["momentum"] == 0:
                 raise ValueError("nesterov=True needs momentum > 0, got momentum 0")
@@ -162,9 +159,6 @@ class AngularSGD(Optimizer):
                     )
                 check_turnable(index, group)
                 check_angle(self._angle(group))
-        except (TypeError, ValueError):
-            self.param_groups.pop()
-            raise
 
     def _check_numbers(self, group: Group) -> None:
         """Raise if the group's numbers are unusable. Reads no device."""
@@ -186,7 +180,7 @@ class AngularSGD(Optimizer):
         """Take one step. ``closure``, if given, reevaluates the model and returns the loss, which is returned."""
         loss = evaluate(closure)
         # Everything that can be refused is refused first, before a parameter changes.
-        all_members = [Members.of(self, index) for index in range(len(self.param_groups))]
+        all_members = [Members.of(index, group, self.state) for index, group in enumerate(self.param_groups)]
         new: dict[Tensor, Tensor] = {}
         for index, (group, members) in enumerate(zip(self.param_groups, all_members)):
             normalize_numbers(group)
@@ -202,7 +196,7 @@ class AngularSGD(Optimizer):
                 sgd_(group, members)
                 continue
             sign, angle = -1.0 if group["maximize"] else 1.0, self._angle(group)
-            for part in members.by_kind() if members.params else ():
+            for part in members.by_kind():
                 params, grads, states = part
                 norms = [state["norm"] for state in states]
                 rotate = self._rotators.setdefault((index, type(params[0])), ChannelRotator())
@@ -213,17 +207,10 @@ class AngularSGD(Optimizer):
                     rotate(params, part.momentum_buffers(), grads, norms, angle, group["dim"], momentum)
         return loss
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in ``torch.optim``; norms keep float32 beside parameters of half precision."""
-        with loading(self, self._load_norms):
-            super().load_state_dict(state_dict)
-
-    def _load_norms(self, state_dict: dict[str, Any]) -> None:
-        for group, saved in zip(self.param_groups, state_dict["param_groups"]):
-            for p, key in zip(group["params"], saved["params"]):
-                norm = state_dict["state"].get(key, {}).get("norm")
-                if isinstance(norm, Tensor):  # {} in distributed checkpoints of a parameter that never stepped
-                    self.state[p]["norm"] = loaded_norms(p, norm)
+    def _restore(self, group: Group, saved: dict[Tensor, dict[str, Any]]) -> None:
+        for p, state in saved.items():
+            if isinstance(norm := state.get("norm"), Tensor):  # {} in distributed checkpoints of what never stepped
+                self.state[p]["norm"] = loaded_norms(p, norm)
 
 
 def check_angle(angle: float | Tensor) -> None:

@@ -7,14 +7,13 @@ The file goes from one weight to many:
 
 1. the equations for one weight (`channel_norms`, `effective_step_size`, `angular_update`, `rotate_channel_`);
 2. how a user names weights (`named_weights`), and `Channels`, the channels of many weights side by side in one row;
-3. one call for many weights (`ChannelRotator`, `ChannelMeter`, `ChannelScaler`), by the backend that `BACKENDS` names.
+3. work on many weights at once (`ChannelRotator`, `ChannelMeter`, `ChannelScaler`), by the backend in `BACKENDS`.
 """
 
 from __future__ import annotations
 
-import abc
 import importlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
@@ -136,11 +135,6 @@ def rotate_channel_(
         norm: ρ of every channel, `[weight.shape[dim]]`, or `[1]` for ``dim=None``.
         angle: θ in radians, a number or a 0-dim tensor.
         dim: channel dimension; None takes the whole tensor as one channel.
-
-    >>> w = torch.tensor([[1.0, 0.0]])
-    >>> rotate_channel_(w, torch.tensor([[5.0, 5.0]]), torch.ones(1, 2), torch.ones(1), 0.5235988)
-    >>> w
-    tensor([[ 0.8660, -0.5000]])
     """
     dims, dtype = _reduced(weight.ndim, dim), compute_dtype(weight.dtype)
     w, d, rho = weight.to(dtype), direction.to(dtype), shaped(norm.to(dtype), weight, dim)
@@ -368,27 +362,53 @@ class Momentum(NamedTuple):
         return directions
 
 
-class ChannelRotator:
-    """`rotate_channel_` for lists of tensors: one launch for all weights that a backend takes.
+class _PlannedWork:
+    """Work on the channels of many weights: one launch for all that a backend takes at once, plain PyTorch for others.
 
-    The split into launches is remembered and renewed when a shape, stride, dtype or device changes. It is no state:
-    nothing of it is saved.
+    The split is remembered, and renewed when the layout changes. It is no state: a copy makes its own.
 
     Attributes:
-        plain: indices of the weights that plain PyTorch rotates.
-        launches: (indices, plan) of the others.
+        launches: (indices of weights, plan of a backend).
+        plain: indices of the weights that plain PyTorch works on.
     """
 
     def __init__(self) -> None:
-        self._layout: Any = None
         self.launches: list[tuple[list[int], Any]] = []
         self.plain: list[int] = []
+        self._layout: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {}
+        return self.__dict__ | {"launches": [], "plain": [], "_layout": None}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__()  # type: ignore[misc]
+    def _split(
+        self,
+        work: Literal["ROTATED", "MEASURED"],
+        weights: list[Tensor],
+        dims: Sequence[int | None],
+        numbers: Sequence[Tensor],
+        alike: Sequence[list[Tensor]],
+        plan: Callable[[Any, list[int]], Any],
+    ) -> None:
+        """Plan anew.
+
+        Args:
+            numbers: what there is one of per channel.
+            alike: lists of tensors that a backend needs laid out as the weights.
+            plan: makes the plan, from the backend's module and the indices of weights.
+        """
+        taken: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+        self.plain = []
+        for i, (weight, dim, number) in enumerate(zip(weights, dims, numbers)):
+            beside = number.dtype == compute_dtype(weight.dtype) and number.device == weight.device
+            if beside and _are_rows(weight, dim, work, *(xs[i] for xs in alike)):
+                taken.setdefault((weight.device, weight.dtype), []).append(i)
+            else:
+                self.plain.append(i)
+        self.launches = [(indices, plan(backend_of(device), indices)) for (device, _), indices in taken.items()]
+
+
+class ChannelRotator(_PlannedWork):
+    """`rotate_channel_` for lists of tensors."""
 
     def __call__(
         self,
@@ -406,7 +426,14 @@ class ChannelRotator:
         layout = [[*map(read, chain(*lists))] for read in (Tensor.stride, Tensor.get_device, _DTYPE)]
         layout += [[*map(_SHAPE, weights)], [dim, momentum is not None and (momentum.nesterov,)]]
         if layout != self._layout:
-            self._plan(*lists, norms, dim, momentum)
+
+            def plan(backend: Any, indices: list[int]) -> Any:
+                form = backend.GIVEN
+                if momentum is not None:
+                    form = backend.NESTEROV if momentum.nesterov else backend.MOMENTUM
+                return backend.RotationPlan([weights[i] for i in indices], form)
+
+            self._split("ROTATED", weights, [dim] * len(weights), norms, (directions, grads), plan)
             self._layout = layout
         if self.plain:
             ws, ds, gs = ([xs[i] for i in self.plain] for xs in lists)
@@ -414,87 +441,35 @@ class ChannelRotator:
             for i, w, d, g in zip(self.plain, ws, ds, gs):
                 rotate_channel_(w, d, g, norms[i], angle, dim)
         decay, sign = (0.0, 1.0) if momentum is None else momentum[:2]
-        for indices, plan in self.launches:
+        for indices, rotate in self.launches:
             chosen = ([xs[i] for i in indices] for xs in (*lists, norms))
             with on_device(weights[indices[0]].device):
-                plan(*chosen, angle, decay, sign)
-
-    def _plan(
-        self,
-        weights: list[Tensor],
-        directions: list[Tensor],
-        grads: list[Tensor],
-        norms: list[Tensor],
-        dim: int | None,
-        momentum: Momentum | None,
-    ) -> None:
-        places: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-        self.plain = []
-        for i, (w, d, g, norm) in enumerate(zip(weights, directions, grads, norms)):
-            beside = norm.dtype == compute_dtype(w.dtype) and norm.device == w.device
-            taken = beside and _are_rows(w, dim, "ROTATED", d, g)
-            (places.setdefault((w.device, w.dtype), []) if taken else self.plain).append(i)
-        self.launches = []
-        for (device, _), indices in places.items():
-            backend = backend_of(device)
-            form = backend.GIVEN
-            if momentum is not None:
-                form = backend.NESTEROV if momentum.nesterov else backend.MOMENTUM
-            self.launches.append((indices, backend.RotationPlan([weights[i] for i in indices], form)))
+                rotate(*chosen, angle, decay, sign)
 
 
-class _RowWork(abc.ABC):
-    """One row of numbers for the channels of many weights, and one launch per dtype that a backend takes.
-
-    Subclasses define `_launch_of` the backend and `_plain_work` for the other weights.
-
-    Attributes:
-        row: the numbers, a result or an argument.
-        plain: indices of the weights that plain PyTorch works on.
-        launches: one plan per dtype for the others.
-    """
+class _RowWork(_PlannedWork):
+    """Work with one row of numbers for the channels of many weights."""
 
     def __init__(self, channels: Channels, row: Tensor) -> None:
-        self.row = row
-        self.channels = channels
-        self.plain: list[int] = []
-        self.launches: list[Any] = []
-        self._places: Any = None
+        super().__init__()
+        self.channels, self.row = channels, row
 
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_places": None, "launches": []}  # a copy makes its own launches
-
-    def _run(self, alike: list[Tensor]) -> None:
-        """``alike``: tensors laid out as the weights, or none."""
+    def _run(
+        self, alike: Sequence[list[Tensor]], plan: Callable[[Any, list[int]], Any], plain: Callable[[list[int]], None]
+    ) -> None:
+        """Plain work first, then the launches; the split is renewed where it no longer fits."""
         # A model may be moved or change its memory format; to look is cheaper than to plan every time.
-        places = [[*map(read, self.channels.weights)] for read in (Tensor.data_ptr, Tensor.stride, _DTYPE)]
-        if places != self._places:
-            self._plan(alike)
-            self._places = places
+        channels, weights = self.channels, self.channels.weights
+        layout = [[*map(read, weights)] for read in (Tensor.data_ptr, Tensor.stride, _DTYPE)]
+        if layout != self._layout:
+            numbers = self.row[: channels.total].split(channels.sizes)
+            self._split("MEASURED", weights, channels.dims, numbers, alike, plan)
+            self._layout = layout
         if self.plain:
-            self._plain_work(self.plain)
-        if self.launches:
-            with on_device(self.row.device):
-                for launch in self.launches:
-                    launch()
-
-    def _plan(self, alike: list[Tensor]) -> None:
-        by_dtype: dict[torch.dtype, list[int]] = {}
-        self.plain = []
-        for i, (weight, dim) in enumerate(zip(self.channels.weights, self.channels.dims)):
-            taken = (
-                weight.device == self.row.device
-                and self.row.dtype == compute_dtype(weight.dtype)
-                and _are_rows(weight, dim, "MEASURED", *alike[i : i + 1])
-            )
-            (by_dtype.setdefault(weight.dtype, []) if taken else self.plain).append(i)
-        self.launches = [self._launch_of(indices) for indices in by_dtype.values()]
-
-    @abc.abstractmethod
-    def _launch_of(self, indices: list[int]) -> Any: ...
-
-    @abc.abstractmethod
-    def _plain_work(self, indices: list[int]) -> None: ...
+            plain(self.plain)
+        with on_device(self.row.device):
+            for _, launch in self.launches:
+                launch()
 
 
 class ChannelMeter(_RowWork):
@@ -518,37 +493,36 @@ class ChannelMeter(_RowWork):
         """Take the present weights as those of the last reading."""
         if self._angle:
             self.previous = [w.detach().clone() for w in self.channels.weights]
-        self._places = None
+        self._layout = None
 
     @torch.no_grad()
     def read_(self) -> Tensor:
         """Measure all channels; returns `row`, which the next reading overwrites. No host sync."""
-        self._run(self.previous)
+        self._run([self.previous] if self.previous else [], self._plan, self._measure)
         return self.row
 
-    def _launch_of(self, indices: list[int]) -> Any:
+    def _plan(self, backend: Any, indices: list[int]) -> Any:
         norms, *tangents = self._parts(self.row)
         lists = [self.channels.weights, norms, *((self.previous, *tangents) if self._angle else ())]
-        return backend_of(self.row.device).RowNormsPlan(*([xs[i] for i in indices] for xs in lists))
+        return backend.RowNormsPlan(*([xs[i] for i in indices] for xs in lists))
 
     def _parts(self, row: Tensor) -> list[tuple[Tensor, ...]]:
         """Views of each weight's numbers, made when needed: those of a pickled copy would be of other memory."""
         return [part.split(self.channels.sizes) for part in row.split(self.channels.total)]
 
-    def _plain_work(self, indices: list[int]) -> None:
+    def _measure(self, indices: list[int]) -> None:
         weights, dims, norms = self.channels.weights, self.channels.dims, self._parts(self.row)[0]
+        total = self.channels.total
+        old = self.row[:total].clone() if self._angle else self.row
+        for i in indices:
+            channel_norms(weights[i], dims[i], out=norms[i])
         if not self._angle:
-            for i in indices:
-                channel_norms(weights[i], dims[i], out=norms[i])
             return
         now, before = [weights[i] for i in indices], [self.previous[i] for i in indices]
-        total = self.channels.total
-        old = self.row[:total].clone()
         distances = self._parts(self._distance)[0]
         torch._foreach_sub_(before, now)
         for i in indices:
             channel_norms(self.previous[i], dims[i], out=distances[i])
-            channel_norms(weights[i], dims[i], out=norms[i])
         torch._foreach_copy_(before, now)
         # On the whole row, in few operations; a backend overwrites the tangents of its weights afterwards.
         self.row[total:] = half_angle_tangent(old, self.row[:total], self._distance)
@@ -565,12 +539,12 @@ class ChannelScaler(_RowWork):
     @torch.no_grad()
     def scale_(self) -> None:
         """Scale the weights by what ``row`` holds now. No host sync."""
-        self._run([])
+        self._run([], self._plan, self._scale)
 
-    def _launch_of(self, indices: list[int]) -> Any:
+    def _plan(self, backend: Any, indices: list[int]) -> Any:
         lists = (self.channels.weights, self.row.split(self.channels.sizes))
-        return backend_of(self.row.device).RowScalesPlan(*([xs[i] for i in indices] for xs in lists))
+        return backend.RowScalesPlan(*([xs[i] for i in indices] for xs in lists))
 
-    def _plain_work(self, indices: list[int]) -> None:
+    def _scale(self, indices: list[int]) -> None:
         factors = self.channels.broadcast(self.row)
         torch._foreach_mul_([self.channels.weights[i] for i in indices], [factors[i] for i in indices])

@@ -55,10 +55,7 @@ class CorrectedWeightDecay(OptimizerWrapper):
         if max_lr is not None:
             check_number("max_lr", max_lr)
         self._max_lr = max_lr
-        # All groups are checked before the first is changed.
-        groups = [self._with_defaults(index, dict(group)) for index, group in enumerate(optimizer.param_groups)]
-        for own, group in zip(optimizer.param_groups, groups):
-            own.update(group)
+        self._prepare_groups()
 
     @classmethod
     def from_model(
@@ -86,8 +83,7 @@ class CorrectedWeightDecay(OptimizerWrapper):
         groups = model_groups(model, example_input, decay_vectors, {"corrected": True}, {"corrected": False})
         return cls(kind(groups, **options), max_lr)
 
-    def _with_defaults(self, index: int, group: Group) -> Group:
-        """The group with what the correction needs in it; raises if it has no weight decay to correct."""
+    def _prepared(self, index: int, group: Group) -> Group:
         if not group.setdefault("corrected", True):
             return group
         if group.get("weight_decay_free") or not group.get("weight_decay"):
@@ -97,14 +93,6 @@ class CorrectedWeightDecay(OptimizerWrapper):
         if not 0 < max_lr < math.inf:
             raise ValueError(f"max_lr of group {index} must be positive, got {max_lr}: give max_lr")
         return group
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        self.optimizer.add_param_group(param_group)
-        try:
-            self._with_defaults(len(self.param_groups) - 1, self.param_groups[-1])
-        except (TypeError, ValueError):
-            self.param_groups.pop()
-            raise
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
