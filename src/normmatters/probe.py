@@ -17,8 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Probe", "Rescaling", "call", "cuda_devices", "named_parameters", "plain_name", "unwrap"]
-
 # Parts that torch.compile and checkpoint_wrapper put into names, also of single blocks. DDP's is `module`, and counts
 # only at the front, because a user may have a module of that name.
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")

@@ -8,8 +8,6 @@ from torch._subclasses.fake_tensor import is_fake
 
 from normmatters.norm import norm_of
 
-__all__ = ["bounded_weight", "slice_norm"]
-
 
 def bounded_weight(
     v: Tensor, rho: float | Tensor, *, dim: int | None = 0, p: float = 2, k: int | None = None

@@ -22,7 +22,7 @@ from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 from torch.optim.sgd import sgd
 
-from normmatters.kernels.cpu.optimizer_rows import ROTATED, momentum_step_, why_not_step
+from normmatters.kernels.cpu.optimizer_rows import momentum_step_, why_not_step
 
 Group = dict[str, Any]
 Loss = TypeVar("Loss")
@@ -60,6 +60,15 @@ def on_host(value: float | Tensor) -> bool:
 def whole(x: Tensor) -> Tensor:
     """``x``; the whole tensor where ``x`` is in shards over processes (a DTensor)."""
     return x.full_tensor() if hasattr(x, "full_tensor") else x  # type: ignore[no-any-return]
+
+
+def cosine_to_gradient(w: Tensor) -> float:
+    """cos(w, ∇L), which is 0 for a scale-invariant weight (F1); 0 where either is zero. Waits for the device."""
+    assert w.grad is not None
+    weight, grad = w.detach().double(), w.grad.double()
+    # Of shards, item() gives the part of this process only, and shards of unequal size cannot be flattened.
+    inner, *norms = (whole(x).item() for x in ((weight * grad).sum(), weight.norm(), grad.norm()))
+    return inner / math.prod(norms) if all(norms) else 0.0
 
 
 def check_number(name: str, value: float | Tensor, below: float = math.inf) -> None:
@@ -225,14 +234,12 @@ class Members(NamedTuple):
         doubtful = [i for i, three in enumerate(strides) if len(lists) < 3 or three.count(three[0]) < 3]
         return all(_strided_alike(*(tensors[i] for tensors in lists)) for i in doubtful)
 
-    def use_native(self, group: Group) -> bool:
+    def use_native(self, group: Group, buffers: list[Tensor]) -> bool:
         """Whether the native CPU kernel takes these tensors, where the group names no implementation."""
-        if group.get("fused") is not None or group["foreach"] is not None or not self.params:
+        if group.get("fused") is not None or group["foreach"] is not None:
             return False
         device = self.params[0].device.type
-        if device != "cpu" or device in FUSED_ON or not ROTATED:
-            return False
-        return not why_not_step(self.params, self.grads, self.momentum_buffers() if group["momentum"] != 0 else [])
+        return device == "cpu" not in FUSED_ON and not why_not_step(self.params, self.grads, buffers)
 
     def in_one_place(self) -> bool:
         """Whether all tensors are of one device and one real dtype, as one call of the fused kernel needs."""
@@ -267,16 +274,10 @@ def sgd_(group: Group, members: Members, lr: float | Tensor | None = None, weigh
     momentum, nesterov, sign = group["momentum"], group["nesterov"], -1.0 if group["maximize"] else 1.0
     buffers = members.momentum_buffers() if momentum != 0 else []
     if not isinstance(lr, Tensor):
-        options = {
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "lr": lr,
-            "dampening": 0.0,
-            "nesterov": nesterov,
-            "maximize": group["maximize"],
-        }
+        options = {name: group[name] for name in ("momentum", "nesterov", "maximize")}
+        options |= {"weight_decay": weight_decay, "lr": lr, "dampening": 0.0}
         fused = members.use_fused(group)
-        if members.use_native(group):
+        if members.use_native(group, buffers):
             # b ← μb + g′ with g′ = sign·∇L + λw, and the weight moves by −η times b, g′ + μb or g′.
             reach = 1 + momentum if nesterov else 1.0
             of_weight = (-lr * reach * weight_decay, -lr * momentum ** (2 if nesterov else 1), -lr * reach * sign)
@@ -303,6 +304,44 @@ def sgd_(group: Group, members: Members, lr: float | Tensor | None = None, weigh
     if params[0].dtype in (torch.float32, torch.float64):  # where foreach is fast; half precision would round it
         lr = lr.to(params[0].dtype)
     torch._foreach_sub_(params, torch._foreach_mul(updates, lr))
+
+
+def linear_step_(
+    group: Group,
+    members: Members,
+    step_size: float | Tensor,
+    of_weight: tuple[float | Tensor, float | Tensor],
+    of_buffer: tuple[float | Tensor, float | Tensor],
+    pending: float | Tensor,
+) -> None:
+    """w ← w − step_size·(a·V + b·∇L) and V ← c·V + d·∇L, in the fastest way there is.
+
+    Args:
+        of_weight, of_buffer: (a, b) and (c, d).
+        pending: what the buffers must be multiplied by to hold V.
+    """
+    params, grads, states = members
+    momentum, sign = group["momentum"], -1.0 if group["maximize"] else 1.0
+    buffers = members.momentum_buffers() if momentum != 0 or "momentum_buffer" in states[0] else []
+    heavy_ball = momentum != 0 and not group["nesterov"]
+    (a, b), (c, d) = ((of_v * pending, of_gradient * sign) for of_v, of_gradient in (of_weight, of_buffer))
+    if not group["capturable"] and members.use_native(group, buffers):
+        momentum_step_(params, grads, buffers, (0.0, -step_size * a, -step_size * b), (0.0, c, d))  # type: ignore[arg-type]
+    elif not group["capturable"] and (heavy_ball or not buffers) and members.use_fused(group):
+        if buffers and pending != 1:  # left by captured steps
+            multiply_(buffers, pending)
+        sgd_(group | {"fused": True}, members, step_size, 0.0)
+    elif heavy_ball:  # moves by the new V
+        multiply_(buffers, c)
+        add_(buffers, grads, d)
+        add_(params, buffers, -step_size)
+    else:
+        add_(params, grads, -step_size * b)
+        if momentum != 0:
+            add_(params, buffers, -step_size * a)
+        if buffers:
+            multiply_(buffers, c)
+            add_(buffers, grads, d)
 
 
 def multiply_(xs: list[Tensor], factor: float | Tensor) -> None:
@@ -417,19 +456,16 @@ class WeightDecayFree(OptimizerWithState):
                     f"{label} is a vector: biases and affine parameters are not scale invariant, put them in a group "
                     "with weight_decay_free=False (or pass check_invariance=False if you know better)"
                 )
-            w, g = p.detach().double(), p.grad.double()
-            # Of shards, item() gives the part of this process only, and shards of unequal size cannot be flattened.
-            inner, norm, grad_norm = (whole(x).item() for x in ((w * g).sum(), w.norm(), g.norm()))
-            if norm == 0:
+            if not whole(p.detach().any()):
                 raise ValueError(
                     f"{label} is all zero, so it has no direction to keep: put it in a group with "
                     "weight_decay_free=False"
                 )
-            if abs(inner) > INVARIANCE_TOLERANCE * norm * grad_norm:
+            if abs(cosine := cosine_to_gradient(p)) > INVARIANCE_TOLERANCE:
                 raise ValueError(
-                    f"{label} is not scale invariant: the cosine between it and its gradient is "
-                    f"{inner / (norm * grad_norm):.3g}, expected 0 (at most {INVARIANCE_TOLERANCE:g}). Put it in a "
-                    "group with weight_decay_free=False, where weight_decay is applied as usual"
+                    f"{label} is not scale invariant: the cosine between it and its gradient is {cosine:.3g}, expected "
+                    f"0 (at most {INVARIANCE_TOLERANCE:g}). Put it in a group with weight_decay_free=False, where "
+                    "weight_decay is applied as usual"
                 )
 
     def _check_capturable(self, index: int, group: Group) -> None:

@@ -86,19 +86,10 @@ class AngularSGD(OptimizerWithState):
             raise ValueError(f"give either angle, or lr and weight_decay; got angle={angle}, lr={lr}")
         if angle is not None and weight_decay is not None:
             raise ValueError(f"angle takes the place of weight_decay; got angle={angle}, weight_decay={weight_decay}")
-        defaults = {
-            "lr": lr if angle is None else angle,
-            "momentum": momentum,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-            "dim": dim,
-            "maximize": maximize,
-            "foreach": foreach,
-            "capturable": capturable,
-            "angular": True,
-            # With it the group's lr is the angle itself.
-            "lr_is_angle": angle is not None,
-        }
+        defaults: dict[str, Any] = {"angular": True, "lr_is_angle": angle is not None, "dim": dim}
+        defaults |= {"lr": lr if angle is None else angle}
+        defaults |= {"momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov}
+        defaults |= {"maximize": maximize, "foreach": foreach, "capturable": capturable}
         self._rotators: dict[Any, ChannelRotator] = {}  # by group and kind of tensor; no state, never saved
         super().__init__(params, defaults)
 

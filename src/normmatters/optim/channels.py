@@ -27,8 +27,6 @@ from normmatters.kernels.operators import on_device
 from normmatters.norm import compute_dtype
 from normmatters.probe import plain_name
 
-__all__ = ["Channels", "Named", "TestedChannels", "angular_update", "channel_norms", "effective_step_size"]
-
 
 def _reduced(ndim: int, dim: int | None) -> tuple[int, ...]:
     """The dimensions that a channel's norm sums over."""

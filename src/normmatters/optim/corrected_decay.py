@@ -26,8 +26,6 @@ from normmatters.optim.angular import Angular
 from normmatters.optim.angular_sgd import AngularSGD
 from normmatters.optim.decay_groups import model_groups
 
-__all__ = ["CorrectedWeightDecay"]
-
 
 class CorrectedWeightDecay(OptimizerWrapper):
     """An optimizer with its weight decay proportional to the learning rate: AdamC around AdamW, SGDC around SGD.

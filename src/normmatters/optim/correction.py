@@ -27,13 +27,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from normmatters.optim._base import OptimizerWrapper, evaluate, exponents, is_capturing
+from normmatters.optim._base import OptimizerWrapper, cosine_to_gradient, evaluate, exponents, is_capturing
 from normmatters.optim.channels import ChannelMeter, Channels, ChannelScaler, Named, TestedChannels
-from normmatters.optim.recording import Form, Recording
+from normmatters.optim.recording import Form, Recording, decays
 
-__all__ = ["StepSizeCorrection"]
-
-# |cos(w, ∇L)| of a whole weight above which it is refused as not scale invariant; batch norm's eps stays far below.
+# |cos(w, ∇L)| above which a weight is refused as not scale invariant; batch norm's eps stays far below.
 _NOT_INVARIANT = 0.02
 # Above this ‖v‖/‖w‖ a channel stops growing. Only its direction matters, and batch norm squares what it computes, which
 # might overflow. Weight decay alone stays far below. But a channel that died in the reference, with hardly a norm
@@ -88,22 +86,12 @@ class StepSizeCorrection(OptimizerWrapper):
         channels.check_norms_are_free(optimizer)
         rows = recording.rows_by_step(form)[:-1]
         channels.check_nonzero(channels.norms(), "the norm")
-        if not len(rows):
-            raise ValueError("the recording is empty: it holds no step")
         table = 1 / recording.table(channels)
         growth = torch.ones_like(table)  # 1/(1−ηλ)
         if form == "exact":
-            decay = [
-                recording.learning_rate(n) * recording.weight_decay[:, recording.groups[n]] for n in channels.names
-            ]
-            for name, d in zip(channels.names, decay):
-                if (d >= 1).any():
-                    raise ValueError(
-                        f"lr · weight_decay of {name!r} was {d.max().item()} in the recording: it must be below 1"
-                    )
             sizes = torch.tensor(channels.sizes, device="cpu")
             table = table[:-1]
-            growth = 1 / (1 - torch.stack(decay, 1).repeat_interleave(sizes, dim=1))
+            growth = 1 / (1 - decays(recording, channels.names).repeat_interleave(sizes, dim=1))
         self._form, self._signature = form, recording.signature
         known = exponents(optimizer)
         self._power = 1.0 if known is None else known[0] - 1
@@ -195,8 +183,7 @@ class StepSizeCorrection(OptimizerWrapper):
         for name, w in zip(self._channels.names, self._channels.weights):
             if w.grad is None:
                 continue
-            cosine = torch.cosine_similarity(w.detach().flatten().double(), w.grad.flatten().double(), dim=0).item()
-            if abs(cosine) > _NOT_INVARIANT:
+            if abs(cosine := cosine_to_gradient(w)) > _NOT_INVARIANT:
                 raise ValueError(
                     f"{name!r} is not scale invariant: cos(w, grad) is {cosine:.2g}, not 0. Eq. 5 holds only for "
                     "weights followed by a normalization: pass the result of scale_invariant_parameters"

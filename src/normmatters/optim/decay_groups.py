@@ -21,8 +21,6 @@ from normmatters.optim.invariance import scale_invariant_parameters
 from normmatters.probe import named_parameters
 from normmatters.weight_norm import BoundedWeight, ClassicWeight
 
-__all__ = ["weight_decay_groups"]
-
 
 def weight_decay_groups(
     model: nn.Module, weight_decay: float, example_input: Any = None, *, decay_invariant: bool = True, **options: Any

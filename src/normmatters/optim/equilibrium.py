@@ -29,11 +29,7 @@ from normmatters.optim.channels import channel_norms, check_pairs
 
 
 def filter_sums(momentum: float, nesterov: bool = False) -> tuple[float, float]:
-    """(S, Q): the sum, and the sum of squares, of one gradient's coefficients in all later steps of SGD.
-
-    >>> filter_sums(0.5)
-    (2.0, 1.3333333333333333)
-    """
+    """(S, Q): the sum, and the sum of squares, of one gradient's coefficients in all later steps of SGD."""
     check_numbers(momentum=momentum)
     q = 1 / (1 - momentum**2)
     return 1 / (1 - momentum), (1 + momentum) ** 2 + momentum**4 * q if nesterov else q

@@ -25,8 +25,6 @@ from torch import Tensor, nn
 from normmatters.kernels import emulation
 from normmatters.probe import Probe, Rescaling, cuda_devices, named_parameters, plain_name, unwrap
 
-__all__ = ["Invariance", "ScaleInvariantParameters", "scale_invariant_parameters", "split_parameters"]
-
 Granularity = Literal["channel", "tensor"]
 
 

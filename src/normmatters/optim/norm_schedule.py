@@ -22,9 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from normmatters.optim._base import exponents
 from normmatters.optim.channels import ChannelMeter, Channels, ChannelScaler, Named, named_weights
 from normmatters.optim.correction import StepSizeCorrection
-from normmatters.optim.recording import Form, Recording
-
-__all__ = ["NormSchedule"]
+from normmatters.optim.recording import Form, Recording, decays
 
 
 class NormSchedule(LRScheduler):
@@ -257,8 +255,6 @@ class _FromRecording:
     def __init__(self, recording: Recording, channels: Channels, form: Form, power: float, lrs: list[float]) -> None:
         rows = recording.rows_by_step(form)
         self._steps = len(rows) - 1
-        if self._steps < 1:
-            raise ValueError("the recording is empty: it holds no step")
         per_step = [recording.lr_by_step(n)[: self._steps] for n in channels.names]
         for name, lr in zip(channels.names, per_step):
             if not (lr > 0).all():
@@ -271,11 +267,8 @@ class _FromRecording:
         self._factors = factors
         scale = factors
         if form == "exact":
-            decays = [recording.weight_decay[:, recording.groups[n]] for n in channels.names]
-            decay = torch.stack([torch.cat([d, d[-1:]]) for d in decays], 1) * torch.stack(self._lr, 1)
-            if (decay >= 1).any():
-                raise ValueError(f"lr · weight_decay was {decay.max().item()} in the recording: it must be below 1")
-            scale = factors * (1 - decay) ** power
+            decay = decays(recording, channels.names)
+            scale = factors * (1 - torch.cat([decay, decay[-1:]])) ** power
         self._sizes = torch.tensor(channels.sizes, device=channels.device)
         self._table = recording.table(channels).to(channels.device, channels.dtype)
         self._scale = scale.to(channels.device, channels.dtype)

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from normmatters.optim.recording import Recording
 
-__all__ = ["plot", "to_tensorboard"]
-
 
 def plot(recording: Recording, path: str | os.PathLike[str], *, names: list[str] | None = None) -> None:
     """Save a figure with a panel each for layer norm, effective step size and angle (medians over channels).

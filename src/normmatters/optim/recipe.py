@@ -91,38 +91,26 @@ def explain(lr: float, weight_decay: float, momentum: float = 0.0) -> list[Row]:
         if product:
             why = f"lr · weight decay is {product:g}, and from 2(1+μ) = {limit:g} on decay makes weights grow"
         return [Row("angle per step", "no equilibrium", why), Row("effective lr", f"{lr * total:g}", "η/(1−μ)")]
+    angle = f"{recipe.angle:.4g} rad ({math.degrees(recipe.angle):.3g}°)"
+    norm = f"{(lr * total / (2 * weight_decay)) ** 0.25:.4g} · √G"
+    steps = f"{steps_to_equilibrium(lr, weight_decay, momentum):.4g} steps"
+    memory = f"{1 / (product * total):.4g} steps"
     rows = [
-        Row(
-            "angle per step",
-            f"{recipe.angle:.4g} rad ({math.degrees(recipe.angle):.3g}°)",
-            "in equilibrium: √(2ηλ/(1+μ))",
-        ),
-        Row(
-            "norm",
-            f"{(lr * total / (2 * weight_decay)) ** 0.25:.4g} · √G",
-            "in equilibrium: ‖w‖⁴ = ηG²/(2λ(1−μ)), G the gradient norm at ‖w‖ = 1",
-        ),
-        Row(
-            "time to equilibrium",
-            f"{steps_to_equilibrium(lr, weight_decay, momentum):.4g} steps",
-            "in which ‖w‖⁴ comes e times closer to it: (1−μ)/(4ηλ)",
-        ),
-        Row(
-            "memory", f"{1 / (product * total):.4g} steps", "in which a gradient's share of w falls to 1/e: (1−μ)/(ηλ)"
-        ),
+        Row("angle per step", angle, "in equilibrium: √(2ηλ/(1+μ))"),
+        Row("norm", norm, "in equilibrium: ‖w‖⁴ = ηG²/(2λ(1−μ)), G the gradient norm at ‖w‖ = 1"),
+        Row("time to equilibrium", steps, "in which ‖w‖⁴ comes e times closer to it: (1−μ)/(4ηλ)"),
+        Row("memory", memory, "in which a gradient's share of w falls to 1/e: (1−μ)/(ηλ)"),
         Row("effective lr", f"{lr * total:g}", "η/(1−μ)"),
         Row("lr · weight decay", f"{product:g}", "sets the angle and the times, at a given momentum"),
         _weight_decay_free(recipe, bound),
         _angular(recipe),
     ]
     for factor in (2.0, 0.5):
-        other = recipe.with_lr(lr * factor)
-        rows.append(Row("same: other lr", _text(other), f"norms × {factor**0.5:.4g}"))
+        rows.append(Row("same: other lr", _text(recipe.with_lr(lr * factor)), f"norms × {factor**0.5:.4g}"))
     rows.append(Row("same: other weight decay", _text(recipe.with_weight_decay(weight_decay * 10)), "norms × 0.3162"))
     if momentum > 0:
-        rows.append(
-            Row("same speed: no momentum", _text(recipe.with_momentum(0.0)), "same norms and times, other angle")
-        )
+        other = _text(recipe.with_momentum(0.0))
+        rows.append(Row("same speed: no momentum", other, "same norms and times, other angle"))
     return rows
 
 
@@ -138,11 +126,8 @@ def _weight_decay_free(recipe: Recipe, bound: float) -> Row:
     c = 1 - mu + x
     r = 2 * x / (c + math.sqrt(max(c * c - 4 * x, 0.0)))
     growth = -2 * math.log1p(-r)
-    return Row(
-        name,
-        f"× {math.exp(growth):.6g} per step",
-        f"WeightDecayFreeSGD, exact: lr doubles every {math.log(2) / growth:.4g} steps",
-    )
+    doubles = f"WeightDecayFreeSGD, exact: lr doubles every {math.log(2) / growth:.4g} steps"
+    return Row(name, f"× {math.exp(growth):.6g} per step", doubles)
 
 
 def _angular(recipe: Recipe) -> Row:
@@ -158,10 +143,5 @@ def _text(recipe: Recipe) -> str:
 
 
 def render(rows: Iterable[Row]) -> str:
-    """The rows as plain aligned text.
-
-    >>> print(render([Row("angle", "0.1", "per step"), Row("norm", "2", "of w")]))
-    angle  0.1  per step
-    norm   2    of w
-    """
+    """The rows as plain aligned text."""
     return aligned([(row.quantity, row.value, row.meaning) for row in rows])

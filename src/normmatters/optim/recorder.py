@@ -15,8 +15,6 @@ from normmatters.optim._base import WeightDecayFree, innermost, is_capturing
 from normmatters.optim.channels import ChannelMeter, Channels, Named, TestedChannels, named_weights
 from normmatters.optim.recording import Recording, layout_signature
 
-__all__ = ["NormRecorder"]
-
 CHUNK = 256  # rows that stay on the device before they move to the host, asynchronously
 
 
@@ -124,7 +122,7 @@ class NormRecorder:
         own = [*zip(self._channels.weights, self._group_of)]
         self._weights_of = {index: [w for w, its in own if its == index] for index in self._used_groups}
         self._handles: list[RemovableHandle] = []
-        self._coming = list[float | Tensor]()  # settings of the step that has begun
+        self._coming: list[float | Tensor] = []  # settings of the step that has begun
         self.reset()
         self._attach()
 
@@ -219,7 +217,7 @@ class NormRecorder:
     def _present_settings(self) -> list[float | Tensor]:
         """The learning rates of the groups (in weight-decay-free ones, those that act), then their weight decays."""
         assert self._optimizer is not None
-        inner, lrs, decays = innermost(self._optimizer), list[float | Tensor](), list[float | Tensor]()
+        inner, settings = innermost(self._optimizer), []
         for index in self._used_groups:
             group = self._optimizer.param_groups[index]
             lr, decay = group["lr"], group.get("weight_decay")
@@ -231,9 +229,8 @@ class NormRecorder:
                     lr = inner._acting_lr(index, weight)
             elif group.get("angular"):
                 decay = math.nan
-            lrs.append(lr)
-            decays.append(0.0 if decay is None else decay)
-        return lrs + decays
+            settings.append((lr, 0.0 if decay is None else decay))
+        return [lr for lr, _ in settings] + [decay for _, decay in settings]
 
     def recording(self) -> Recording:
         """All rows so far, on the host. Waits for the device."""
@@ -287,13 +284,10 @@ class NormRecorder:
                 raise ValueError(
                     f"the state is of another recorder: its {key} is {state.get(key)!r}, here it is {mine!r}"
                 )
-        needed = ("rows", "settings", "setting", "previous", "steps", "row_steps", "epoch_ends")
-        if lacking := [key for key in needed if key not in state]:
+        if lacking := [key for key in self.state_dict() if key not in state]:
             raise ValueError(f"the state is damaged: it has no {', '.join(lacking)}")
-        if state["settings"].shape[1] != len(self._setting):
-            raise ValueError(
-                f"the state has {state['settings'].shape[1] // 2} parameter groups, here are {len(self._setting) // 2}"
-            )
+        if (theirs := state["settings"].shape[1] // 2) != len(self._used_groups):
+            raise ValueError(f"the state has {theirs} parameter groups, here are {len(self._used_groups)}")
         if self._capacity is not None and len(state["rows"]) > self._capacity:
             raise ValueError(f"the state has {len(state['rows'])} rows, capacity={self._capacity} was reserved")
         self.reset()

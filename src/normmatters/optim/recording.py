@@ -6,7 +6,7 @@ import hashlib
 import importlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, Literal
@@ -17,8 +17,6 @@ from torch.optim import Optimizer
 
 from normmatters.optim.channels import Channels, Named, TestedChannels, half_angle_tangent, named_weights
 from normmatters.probe import plain_name
-
-__all__ = ["Form", "Recording"]
 
 Form = Literal["paper", "exact"]
 _FORMAT = "normmatters.recording"
@@ -66,11 +64,10 @@ class Recording:
 
     def __post_init__(self) -> None:
         rows = len(self.steps)
-        for table, expected in ((self.lr, rows - 1), (self.weight_decay, rows - 1)):
-            if rows < 1 or table.ndim != 2 or len(table) != expected:
-                raise ValueError(
-                    f"{rows} rows need lr and weight_decay of [{rows - 1}, groups], got {tuple(table.shape)}"
-                )
+        for table in (self.lr, self.weight_decay):
+            if rows < 1 or table.ndim != 2 or len(table) != rows - 1:
+                shape = tuple(table.shape)
+                raise ValueError(f"{rows} rows need lr and weight_decay of [{rows - 1}, groups], got {shape}")
         for name, norms in self.norms.items():
             if name not in self.shapes or name not in self.dims:
                 raise ValueError(f"the recording has norms of {name!r} but not its shape and dim")
@@ -94,9 +91,10 @@ class Recording:
         return type(self), tuple(dict(value) if isinstance(value, MappingProxyType) else value for value in values)
 
     def __repr__(self) -> str:
-        channels, steps = sum(norms.shape[1] for norms in self.norms.values()), int(self.steps[-1])
-        size = f"{len(self.norms)} weights, {channels} channels, {len(self.steps)} rows up to step {steps}"
-        return f"<Recording of {size}, {len(self.epoch_ends)} epochs, {'with' if self.angles else 'without'} angles>"
+        channels = sum(norms.shape[1] for norms in self.norms.values())
+        rows = f"{len(self.steps)} rows up to step {int(self.steps[-1])}, {len(self.epoch_ends)} epochs"
+        angles = "with angles" if self.angles else "without angles"
+        return f"<Recording of {len(self.norms)} weights, {channels} channels, {rows}, {angles}>"
 
     @property
     def names(self) -> list[str]:
@@ -159,7 +157,7 @@ class Recording:
     def _epoch_rows(self) -> list[int]:
         if not self.epoch_ends:
             raise ValueError("the recording has no epochs: call recorder.end_epoch() at the end of each")
-        where = {int(s): r for r, s in enumerate(self.steps.tolist())}
+        where = {step: row for row, step in enumerate(self.steps.tolist())}
         missing = [e for e in self.epoch_ends if e not in where]
         if missing:
             raise ValueError(f"no row was recorded at an epoch's end, step {missing[0]}: record every step or epoch")
@@ -170,6 +168,8 @@ class Recording:
 
         `"paper"`: the norms at the end of the epoch that step t is part of. `"exact"`: the norms just before step t.
         """
+        if self.steps[-1] < 1:
+            raise ValueError("the recording is empty: it holds no step")
         if form == "exact":
             rows = torch.arange(len(self.steps), device=self.steps.device)
             if not torch.equal(self.steps, rows):
@@ -194,33 +194,31 @@ class Recording:
             parameters: the result of `scale_invariant_parameters`, a mapping or (name, tensor) pairs; or a whole
                 module, where every recorded weight was tested for scale invariance.
         """
-        if parameters is None:
-            if not all("param_names" in group for group in optimizer.param_groups):
+        if parameters is None or isinstance(parameters, nn.Module):
+            pairs: Iterable[tuple[str, Tensor]]
+            if parameters is not None:
+                pairs = parameters.named_parameters()
+            elif all("param_names" in group for group in optimizer.param_groups):
+                pairs = [pair for g in optimizer.param_groups for pair in zip(g["param_names"], g["params"])]
+            else:
                 raise ValueError(
                     "the optimizer does not know the names of its parameters: build it from model.named_parameters() "
                     "or split_parameters(...), or pass parameters="
                 )
-            pairs = [pair for g in optimizer.param_groups for pair in zip(g["param_names"], g["params"])]
-            known = {plain_name(n): p for n, p in pairs}
-        elif isinstance(parameters, nn.Module):
-            known = {plain_name(n): p for n, p in parameters.named_parameters()}
-        else:
-            known, dims = named_weights(parameters)
-            for name in known:
-                self._known(name)
-            if isinstance(parameters, TestedChannels) and (wrong := [n for n in known if dims[n] != self.dims[n]]):
-                name = wrong[0]
-                raise ValueError(
-                    f"{name!r} was recorded along dim {self.dims[name]} and is invariant along {dims[name]}"
-                )
-        wanted = list(known)
-        if parameters is None or isinstance(parameters, nn.Module):
-            wanted = self.names
             if not self.tested:
                 raise ValueError(
                     f"{self.names[0]!r} and the other recorded weights were never tested for scale invariance: "
                     "pass parameters=scale_invariant_parameters(model, example_input), or record with it"
                 )
+            known, wanted = {plain_name(n): p for n, p in pairs}, self.names
+        else:
+            known, dims = named_weights(parameters)
+            wanted = [self._known(name) for name in known]
+            for name in wanted:
+                if isinstance(parameters, TestedChannels) and dims[name] != self.dims[name]:
+                    raise ValueError(
+                        f"{name!r} was recorded along dim {self.dims[name]} and is invariant along {dims[name]}"
+                    )
         for name in wanted:
             if name not in known:
                 raise ValueError(f"the recording is of another model: it has {name!r}, the parameters given do not")
@@ -244,9 +242,8 @@ class Recording:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a safetensors file: tensors plus a JSON description of names, shapes, dims and groups."""
-        tensors = {f"norm/{n}": t.contiguous() for n, t in self.norms.items()}
-        tensors |= {f"angle/{n}": t.contiguous() for n, t in self.angles.items()}
-        tensors |= {"steps": self.steps, "lr": self.lr.contiguous(), "weight_decay": self.weight_decay.contiguous()}
+        tensors = {f"norm/{n}": t for n, t in self.norms.items()} | {f"angle/{n}": t for n, t in self.angles.items()}
+        tensors |= {"steps": self.steps, "lr": self.lr, "weight_decay": self.weight_decay}
         layout = {n: [list(self.shapes[n]), self.dims[n], self.groups.get(n)] for n in self.names}
         header = {
             "format": _FORMAT,
@@ -257,7 +254,8 @@ class Recording:
             "tested": json.dumps(self.tested),
             "metadata": json.dumps(dict(self.metadata)),
         }
-        _safetensors().save_file({k: t.clone() for k, t in tensors.items()}, os.fspath(path), metadata=header)
+        own = {k: t.clone(memory_format=torch.contiguous_format) for k, t in tensors.items()}  # shares no memory
+        _safetensors().save_file(own, os.fspath(path), metadata=header)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Recording:
@@ -277,8 +275,7 @@ class Recording:
         if lacking := needed - {*header, *tensors}:
             raise ValueError(f"{os.fspath(path)} is damaged: it has no {', '.join(sorted(lacking))}")
         layout = json.loads(header["parameters"])
-        lost = [n for n in layout if f"norm/{n}" not in tensors]
-        if lost:
+        if lost := [n for n in layout if f"norm/{n}" not in tensors]:
             raise ValueError(f"{os.fspath(path)} describes {lost[0]!r} and holds no norms of it")
         recording = cls(
             norms={n: tensors[f"norm/{n}"] for n in layout},
@@ -304,6 +301,16 @@ class Recording:
     def to_tensorboard(self, writer: Any, *, prefix: str = "norms", every: int = 1) -> None:
         """Write them as scalars: see :func:`normmatters.optim.plotting.to_tensorboard`."""
         importlib.import_module("normmatters.optim.plotting").to_tensorboard(self, writer, prefix=prefix, every=every)
+
+
+def decays(recording: Recording, names: list[str]) -> Tensor:
+    """`[T, weights]`, η_tλ_t of every step; raises where it is not below 1. Every step must have its row."""
+    products = [recording.learning_rate(n) * recording.weight_decay[:, recording.groups[n]] for n in names]
+    for name, product in zip(names, products):
+        if (product >= 1).any():
+            largest = product.max().item()
+            raise ValueError(f"lr · weight_decay of {name!r} was {largest} in the recording: it must be below 1")
+    return torch.stack(products, 1)
 
 
 def layout_signature(shapes: Mapping[str, tuple[int, ...]], dims: Mapping[str, int | None]) -> str:

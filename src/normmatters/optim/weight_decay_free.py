@@ -30,13 +30,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-from normmatters.kernels.cpu.optimizer_rows import momentum_step_
 from normmatters.optim._base import (
     Group,
     Scalar,
     WeightDecayFree,
-    add_,
     evaluate,
+    linear_step_,
     multiply_,
     rates,
     rescale_factor,
@@ -112,19 +111,10 @@ class WeightDecayFreeSGD(WeightDecayFree):
         weight_decay_free: bool = True,
         check_invariance: bool = True,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-            "maximize": maximize,
-            "foreach": foreach,
-            "fused": fused,
-            "capturable": capturable,
-            "weight_decay_free": weight_decay_free,
-            "check_invariance": check_invariance,
-        }
+        defaults: dict[str, Any] = {"lr": lr, "momentum": momentum, "dampening": dampening}
+        defaults |= {"weight_decay": weight_decay, "nesterov": nesterov, "maximize": maximize}
+        defaults |= {"foreach": foreach, "fused": fused, "capturable": capturable}
+        defaults |= {"weight_decay_free": weight_decay_free, "check_invariance": check_invariance}
         super().__init__(params, defaults)
 
     @classmethod
@@ -150,10 +140,8 @@ class WeightDecayFreeSGD(WeightDecayFree):
 
     def _check_group(self, index: int, group: Group, decay: float) -> None:
         momentum = group["momentum"]
-        if group["dampening"] != 0:
-            raise ValueError(
-                f"dampening must be 0 (its first step has no weight-decay-free form), got {group['dampening']}"
-            )
+        if (dampening := group["dampening"]) != 0:
+            raise ValueError(f"dampening must be 0 (its first step has no weight-decay-free form), got {dampening}")
         if group["nesterov"] and momentum == 0:
             raise ValueError("nesterov=True needs momentum > 0, got momentum 0")
         if group["fused"] and (group["nesterov"] or group["capturable"]):
@@ -189,48 +177,27 @@ class WeightDecayFreeSGD(WeightDecayFree):
         # α of every cohort first: if a schedule is refused, no weight has moved yet.
         coming = [self._next_scalars(group, cohort.states[0], *rates) for group, cohort, *rates in cohorts]
         for (group, cohort, lr, weight_decay), (next_alpha, next_kappa) in zip(cohorts, coming):
-            params, grads, (state, *_) = cohort
-            momentum, sign = group["momentum"], -1.0 if group["maximize"] else 1.0
-            kappa, pending = state["kappa"], state["pending"]
-            buffers = cohort.momentum_buffers() if momentum != 0 else []
-            step_size = lr * state["alpha"] * next_alpha
-            if momentum == 0 and (idle := [i for i, one in enumerate(cohort.states) if "momentum_buffer" in one]):
-                # V ← sV + ηκ∇L, of a buffer from the time when there was momentum
-                idle_buffers = [cohort.states[i]["momentum_buffer"] for i in idle]
-                multiply_(idle_buffers, pending * state["alpha"] / next_alpha)
-                add_(idle_buffers, [grads[i] for i in idle], sign * lr * kappa)
-            if not group["capturable"] and cohort.use_native(group):
-                # The equations below in one pass: Δw and the new V are linear in V and ∇L.
-                remains = momentum * pending
-                of_weight, of_buffer = (0.0, -step_size * remains, -step_size * sign), (0.0, remains, sign)
-                if group["nesterov"]:
-                    of_weight = (0.0, -step_size * remains * momentum, -step_size * sign * (1 + momentum))
-                    of_buffer = (0.0, remains * (1 - lr * weight_decay), sign * (1 + lr * momentum * kappa))
-                momentum_step_(params, grads, buffers, of_weight, of_buffer)
-            elif not group["nesterov"] and not group["capturable"] and cohort.use_fused(group):
-                if buffers and pending != 1:  # left by captured steps
-                    multiply_(buffers, pending)
-                sgd_(group | {"fused": True}, cohort, step_size, 0.0)  # V ← μV + ∇L,  w ← w − η α_t α_{t+1} V
-            elif momentum == 0:
-                add_(params, grads, -sign * step_size)  # w ← w − η α_t α_{t+1} ∇L
-            elif group["nesterov"]:
-                add_(params, grads, -sign * (1 + momentum) * step_size)  # w ← w − η α_t α_{t+1} ((1+μ)∇L + μ²V)
-                add_(params, buffers, -(momentum**2) * pending * step_size)
-                multiply_(buffers, momentum * pending * (1 - lr * weight_decay))  # V ← (1−ηλ)μV + (1+ημκ)∇L
-                add_(buffers, grads, sign * (1 + lr * momentum * kappa))
-            else:
-                multiply_(buffers, momentum * pending)  # V ← μV + ∇L
-                add_(buffers, grads, sign)
-                add_(params, buffers, -step_size)  # w ← w − η α_t α_{t+1} V
+            alpha, kappa, pending = (cohort.states[0][name] for name, _ in self._scalars)
+            momentum, step_size = group["momentum"], lr * alpha * next_alpha
+            if momentum == 0:  # Δw = −η α_t α_{t+1} ∇L; V ← sV + ηκ∇L, of a buffer from when there was momentum
+                of_weight, of_buffer = (0.0, 1.0), (alpha / next_alpha, lr * kappa)
+            elif group["nesterov"]:  # Δw = −η α_t α_{t+1} ((1+μ)∇L + μ²V); V ← (1−ηλ)μV + (1+ημκ)∇L
+                of_weight = (momentum**2, 1 + momentum)
+                of_buffer = ((1 - lr * weight_decay) * momentum, 1 + lr * momentum * kappa)
+            else:  # V ← μV + ∇L; Δw = −η α_t α_{t+1} V
+                of_weight = of_buffer = (momentum, 1.0)
+            parts = [cohort] if momentum != 0 else cohort.split(["momentum_buffer" in s for s in cohort.states])
+            for part in parts:
+                linear_step_(group, part, step_size, of_weight, of_buffer, pending)
             factor = rescale_factor(next_alpha)
             pending = 1.0
             if group["capturable"]:
                 # A graph cannot branch: always multiply, mostly by 1. The buffers wait for the multiplication above.
-                multiply_(params, factor)
+                multiply_(cohort.params, factor)
                 pending = 1 / factor
             elif factor != 1:
-                multiply_(params, factor)
-                if present := [one["momentum_buffer"] for one in cohort.states if "momentum_buffer" in one]:
+                multiply_(cohort.params, factor)
+                if present := [state["momentum_buffer"] for state in cohort.states if "momentum_buffer" in state]:
                     multiply_(present, 1 / factor)
             self._store(group, cohort, (next_alpha * factor, next_kappa, pending))
         for group, members in ordinary:

@@ -71,18 +71,15 @@ class WeightDecayFreeAdamW(WeightDecayFree):
         weight_decay_free: bool = True,
         check_invariance: bool = True,
     ) -> None:
-        defaults = {
+        defaults: dict[str, Any] = {
             "lr": lr,
             "betas": betas,
             "eps": eps,
             "weight_decay": weight_decay,
             "amsgrad": amsgrad,
-            "maximize": maximize,
-            "foreach": foreach,
-            "capturable": capturable,
-            "weight_decay_free": weight_decay_free,
-            "check_invariance": check_invariance,
         }
+        defaults |= {"maximize": maximize, "foreach": foreach, "capturable": capturable}
+        defaults |= {"weight_decay_free": weight_decay_free, "check_invariance": check_invariance}
         super().__init__(params, defaults)
 
     @classmethod
@@ -168,16 +165,12 @@ class WeightDecayFreeAdamW(WeightDecayFree):
             [state["exp_avg_sq"] for state in states],
             [state["max_exp_avg_sq"] for state in states] if group["amsgrad"] else [],
             [state["step"] for state in states],
-            foreach=group["foreach"],
-            capturable=group["capturable"],
+            **{name: group[name] for name in ("foreach", "capturable", "amsgrad", "eps", "maximize")},
             has_complex=any(p.is_complex() for p in params),
-            amsgrad=group["amsgrad"],
             beta1=group["betas"][0],
             beta2=group["betas"][1],
             lr=lr,
             weight_decay=weight_decay,
-            eps=group["eps"],
-            maximize=group["maximize"],
         )
 
 

@@ -7,24 +7,16 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from normmatters.kernels.backends import plain_only
 from normmatters.kernels.operators import needs_operators
-from normmatters.weight_norm.parametrizations import BoundedWeight, ClassicWeight, weight_norm_of
+from normmatters.weight_norm.parametrizations import BoundedWeight, ClassicWeight, weight_norms
 from normmatters.weight_norm.precomputed import kernels_on
-
-__all__ = ["WEIGHT_LAYERS", "fuse", "unfuse"]
 
 #: Layers whose output is linear in their weight, and a channel of it in one slice.
 WEIGHT_LAYERS = (
-    nn.Linear,
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
+    *(nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
 )
 
 M = TypeVar("M", bound=nn.Module)
@@ -73,9 +65,7 @@ def fuse(model: M) -> M:
         # Autocast runs these in low precision: their weights are made in it, so that nothing is left to cast.
         _Layer(owner.parametrizations, name, stack, norm, v.shape, isinstance(owner, WEIGHT_LAYERS))
         for owner in model.modules()
-        if parametrize.is_parametrized(owner)
-        for name, stack in owner.parametrizations.items()  # type: ignore[union-attr, operator]
-        if (norm := weight_norm_of(owner, name)) is not None
+        for name, stack, norm in weight_norms(owner)
         for v in (stack.original if isinstance(norm, BoundedWeight) else stack.original1,)
     ]
     if not layers:

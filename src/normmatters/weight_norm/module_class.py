@@ -18,8 +18,6 @@ from normmatters.functional.weight import slice_norm
 from normmatters.weight_norm.parametrizations import BoundedWeight, ClassicWeight, weight_norm_of
 from normmatters.weight_norm.projection import watch
 
-__all__ = ["complete_class"]
-
 _WEIGHTS_OF_THIS_PASS = "_weights_of_this_pass"  # in the dictionary of a recurrent module
 
 

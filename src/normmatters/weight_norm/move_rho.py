@@ -8,8 +8,6 @@ from torch import Tensor, nn
 from normmatters.weight_norm.fused import WEIGHT_LAYERS
 from normmatters.weight_norm.parametrizations import BoundedWeight, ClassicWeight, weight_norm_of
 
-__all__ = ["move_rho_to_last_layer"]
-
 # f(a·x) = a·f(x) for every a > 0: the scale of their input passes through to their output.
 _HOMOGENEOUS = (
     *(nn.Identity, nn.ReLU, nn.LeakyReLU, nn.PReLU, nn.Flatten, nn.Unflatten, nn.Upsample, nn.PixelShuffle),

@@ -5,8 +5,8 @@ ClassicWeight:  w_i = g_i · v_i / ‖v_i‖_p    one learned g_i for each slice
 """
 
 import math
-from collections.abc import Callable
-from typing import Literal, Self
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,6 @@ from torch.nn.utils import parametrize
 
 from normmatters.functional.weight import bounded_weight, check_norm, check_rho, check_slices, has_values, slice_norm
 from normmatters.weight_norm.precomputed import PrecomputedWeight
-
-__all__ = ["BoundedWeight", "ClassicWeight", "WeightNorm", "initial_rho", "weight_norm_of"]
 
 
 def initial_rho(v: Tensor, *, dim: int | None = 0, p: float = 2, k: int | None = None) -> Tensor:
@@ -43,6 +41,16 @@ def initial_rho(v: Tensor, *, dim: int | None = 0, p: float = 2, k: int | None =
     return total / math.pow(norms.numel(), 1 / order)
 
 
+def check_options(rho: float | str, project: bool) -> None:
+    """Raise unless bounded weight norm takes these."""
+    if not isinstance(rho, str):
+        check_rho(rho)
+    elif rho != "init":
+        raise ValueError(f"rho must be 'init' or a positive number, got {rho!r}")
+    if not isinstance(project, bool):
+        raise TypeError(f"project must be True or False, got {project!r}")
+
+
 class WeightNorm(nn.Module):
     """What both have: which slices, in which norm, and a place for a weight that was computed ahead."""
 
@@ -55,7 +63,7 @@ class WeightNorm(nn.Module):
         self.followed_by: tuple[str, ...] = ()
 
     def compute(self, v: Tensor, rho: Tensor) -> Tensor:
-        """ρ·v/‖v‖; ρ is classic weight norm's g, too."""
+        """ρ·v/‖v‖, where ρ may be classic weight norm's g."""
         weight = self.precomputed.weight_for(v, rho)
         if weight is None and not torch.compiler.is_compiling():
             weight = self.precomputed.recomputed(v, rho, self.p)
@@ -108,25 +116,19 @@ class BoundedWeight(WeightNorm):
         project: bool = False,
     ) -> None:
         check_slices(v, dim=dim, p=p, k=k)
-        if not isinstance(project, bool):
-            raise TypeError(f"project must be True or False, got {project!r}")
+        check_options(rho, project)
         if project and v.is_meta:
             raise ValueError("project=True needs the initialised weight, got one on the meta device")
-        given: float | None = None
         if isinstance(rho, str):
-            if rho != "init":
-                raise ValueError(f"rho must be 'init' or a positive number, got {rho!r}")
             if v.is_meta:
                 raise ValueError("rho='init' needs the initialised weight, got one on the meta device; give a number")
             value = initial_rho(v, dim=dim, p=p, k=k)
             if has_values(value) and not value.isfinite():
                 raise ValueError(f"rho cannot be taken from a weight with NaN or infinite values, got rho = {value}")
         else:
-            check_rho(rho)
-            given = float(rho)
-            value = _given_for(v, given)
+            value = _given_for(v, rho)
         super().__init__(dim, p, k)
-        self.given = given
+        self.given = None if isinstance(rho, str) else float(rho)
         self.ndim = v.ndim
         self.register_buffer("rho", value)
         self.register_buffer("length", slice_norm(v.detach(), dim=dim, p=p, k=k) if project else None)
@@ -209,3 +211,11 @@ def weight_norm_of(module: nn.Module, name: str) -> BoundedWeight | ClassicWeigh
         return None
     stack = list(module.parametrizations[name].children())  # type: ignore[index, union-attr]
     return stack[0] if len(stack) == 1 and isinstance(stack[0], BoundedWeight | ClassicWeight) else None
+
+
+def weight_norms(module: nn.Module) -> Iterator[tuple[str, Any, BoundedWeight | ClassicWeight]]:
+    """(name, its ``ParametrizationList``, its weight norm) of each weight for which `weight_norm_of` finds one."""
+    if parametrize.is_parametrized(module):
+        for name, stack in module.parametrizations.items():  # type: ignore[union-attr, operator]
+            if (norm := weight_norm_of(module, name)) is not None:
+                yield name, stack, norm

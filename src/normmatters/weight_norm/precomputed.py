@@ -10,8 +10,6 @@ from torch import Tensor
 
 from normmatters.kernels import backends
 
-__all__ = ["PrecomputedWeight", "kernels_on"]
-
 
 def kernels_on(device: torch.device) -> Any:
     """The module whose kernels compute weights on this device, or None."""

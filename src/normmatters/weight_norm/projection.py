@@ -14,19 +14,16 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # unlike torch.compiler.disable, it imports the compiler only when called
-from torch.nn.utils import parametrize
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from normmatters.functional.weight import slice_norm
-from normmatters.weight_norm.parametrizations import BoundedWeight, weight_norm_of
-
-__all__ = ["project_weights", "watch"]
+from normmatters.weight_norm.parametrizations import BoundedWeight, weight_norms
 
 _watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -51,25 +48,22 @@ def project_weights(model: nn.Module) -> None:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a module, got {type(model).__name__}")
-    for v, norm in {id(v): (v, norm) for owner in model.modules() for v, norm in _projected(owner)}.values():
-        _project(v, norm)
+    _project_all(model.modules())
 
 
 def watch(owner: nn.Module) -> None:
     """Project the weights of this parametrized module after each optimizer step from now on."""
-    if any(True for _ in _projected(owner)):
+    if any(_projected(owner)):
         _watched.add(owner)
         _hook_into_optimizers()
 
 
 def _projected(owner: nn.Module) -> Iterator[tuple[Tensor, BoundedWeight]]:
-    if parametrize.is_parametrized(owner):
-        for name, stack in owner.parametrizations.items():  # type: ignore[union-attr, operator]
-            norm = weight_norm_of(owner, name)
-            if isinstance(norm, BoundedWeight) and norm.length is not None:
-                v, _ = norm.v_and_rho(stack)
-                if v is not None:
-                    yield v, norm
+    for _, stack, norm in weight_norms(owner):
+        if isinstance(norm, BoundedWeight) and norm.length is not None:
+            v, _ = norm.v_and_rho(stack)
+            if v is not None:
+                yield v, norm
 
 
 @functools.cache
@@ -79,10 +73,17 @@ def _hook_into_optimizers() -> None:
 
 @_disable_dynamo
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    trained = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
-    projected = {id(v): (v, norm) for owner in list(_watched) for v, norm in _projected(owner) if id(v) in trained}
-    for v, norm in projected.values():
-        _project(v, norm)
+    _project_all(
+        list(_watched), {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+    )
+
+
+def _project_all(owners: Iterable[nn.Module], among: set[int] | None = None) -> None:
+    """Project each v once, though it may be shared; ``among`` these ids, or all."""
+    found = {id(v): (v, norm) for owner in owners for v, norm in _projected(owner)}
+    for key, (v, norm) in found.items():
+        if among is None or key in among:
+            _project(v, norm)
 
 
 @torch.no_grad()

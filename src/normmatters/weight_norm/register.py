@@ -9,19 +9,17 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter, is_lazy
 from torch.nn.utils import parametrize
 
-from normmatters.functional.weight import check_norm, check_rho, check_slices, has_values, slice_norm
+from normmatters.functional.weight import check_norm, check_slices, has_values, slice_norm
 from normmatters.weight_norm.fused import fuse, unfuse
 from normmatters.weight_norm.module_class import complete_class
-from normmatters.weight_norm.parametrizations import BoundedWeight, ClassicWeight, WeightNorm, weight_norm_of
+from normmatters.weight_norm.parametrizations import (
+    BoundedWeight,
+    ClassicWeight,
+    WeightNorm,
+    check_options,
+    weight_norm_of,
+)
 from normmatters.weight_norm.projection import watch
-
-__all__ = [
-    "WeightNormReport",
-    "apply_weight_norm",
-    "bounded_weight_norm",
-    "classic_weight_norm",
-    "remove_weight_norm",
-]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -206,16 +204,10 @@ def apply_weight_norm(
     if kind not in ("bounded", "classic"):
         raise ValueError(f"kind must be 'bounded' or 'classic', got {kind!r}")
     check_norm(p, k)
-    if isinstance(rho, str):
-        if rho != "init":
-            raise ValueError(f"rho must be 'init' or a positive number, got {rho!r}")
-    else:
-        check_rho(rho)
-        if kind == "classic":
-            raise ValueError(f"classic weight norm learns its norms and takes no rho, got rho = {rho}")
-    if not isinstance(project, bool):
-        raise TypeError(f"project must be True or False, got {project!r}")
-    if project and kind == "classic":
+    check_options(rho, project)
+    if kind == "classic" and rho != "init":
+        raise ValueError(f"classic weight norm learns its norms and takes no rho, got rho = {rho}")
+    if kind == "classic" and project:
         raise ValueError("project=True needs kind='bounded', got kind='classic'")
 
     report = WeightNormReport()
@@ -263,13 +255,13 @@ def _candidates(path: str, module: nn.Module, embeddings: bool) -> Iterator[_Can
     if isinstance(module, parametrize.ParametrizationList):
         return
     names: list[str] = []
+    dim = 0
     if isinstance(module, _LAYERS) or (embeddings and isinstance(module, _EMBEDDINGS)):
         names = ["weight"]
     elif isinstance(module, nn.MultiheadAttention):
         names = [name for name in _ATTENTION_WEIGHTS if getattr(module, name) is not None]
     elif isinstance(module, _RECURRENT):
         names = [name for name in getattr(module, "_flat_weights_names", _CELL_WEIGHTS) if name.startswith("weight")]
-    dim = 0
     if isinstance(module, _TRANSPOSED):
         # Depthwise ones, (in, 1, ...), have one output channel for each input channel.
         dim = 0 if 1 < module.groups == module.in_channels == module.out_channels else 1
@@ -305,10 +297,11 @@ def _without_torn_ties(
                 users.setdefault(id(parameter), []).append(user)
     tied_as_before = []
     for candidate in chosen:
-        sharing = users[id(candidate.module._parameters[candidate.name])]
         # Classic weight norm makes new parameters, so that no sharing survives it.
         others = [
-            name for name, dim in sharing if name != candidate.full_name and (kind == "classic" or dim != candidate.dim)
+            name
+            for name, dim in users[id(candidate.module._parameters[candidate.name])]
+            if name != candidate.full_name and (kind == "classic" or dim != candidate.dim)
         ]
         if others:
             report.skipped[candidate.full_name] = f"shared with {', '.join(others)}, which would not get the same norm"
