@@ -18,6 +18,8 @@ from normmatters.norm import Norm, compute_dtype
 from normmatters.probe import call, cuda_devices
 from normmatters.surgery.swap import is_channels_first
 
+__all__ = ["measure_tails", "tails"]
+
 
 def tails(x: Tensor, dims: list[int]) -> Tensor:
     """σ ÷ C·mean|S| over ``dims``, S being x less its mean there; NaN where all of x is the same.
