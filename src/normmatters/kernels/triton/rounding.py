@@ -270,15 +270,20 @@ _AT_ONCE = 64  # loads that are under way together: the additions wait for each 
 
 
 @triton.jit
-def running_sum_kernel(x_ptr, y_ptr, n, FORMAT: tl.constexpr, AT_ONCE: tl.constexpr, OVERLAP: tl.constexpr):
-    """One program per row."""
+def running_sum_kernel(
+    x_ptr, y_ptr, n, FORMAT: tl.constexpr, AT_ONCE: tl.constexpr, EVEN: tl.constexpr, OVERLAP: tl.constexpr
+):
+    """One program per row. EVEN: n is a multiple of AT_ONCE."""
     wait_for_previous(OVERLAP, LONG=True)
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * n
     total = tl.full((), 0.0, tl.float16 if FORMAT == "fp16" else tl.float32)
     for start in range(0, n, AT_ONCE):
         for i in tl.static_range(AT_ONCE):
-            value = tl.load(x_ptr + start + i, mask=start + i < n, other=0.0)
+            if EVEN:
+                value = tl.load(x_ptr + start + i)
+            else:
+                value = tl.load(x_ptr + start + i, mask=start + i < n, other=0.0)
             if FORMAT == "fp16":
                 total = total + value.to(tl.float16)  # one rounded addition, where float32's takes two conversions
             else:
@@ -288,11 +293,12 @@ def running_sum_kernel(x_ptr, y_ptr, n, FORMAT: tl.constexpr, AT_ONCE: tl.conste
 
 @functools.lru_cache(MAX_PLANS)
 def running_launch(rows: int, n: int, dtype: torch.dtype) -> Launch:
+    at_once = min(triton.next_power_of_2(n), _AT_ONCE)
     return Launch(
         running_sum_kernel,
         (rows, 1),
         (n,),
-        {"FORMAT": FORMATS[dtype], "AT_ONCE": min(triton.next_power_of_2(n), _AT_ONCE)},
+        {"FORMAT": FORMATS[dtype], "AT_ONCE": at_once, "EVEN": n % at_once == 0},
         num_warps=1,
         overlaps=True,
         contracts=False,
