@@ -177,6 +177,25 @@ def test_cells_of_s4_to_s6_differ_in_one_thing() -> None:
     assert _changes("s5/bwn_trelu", "s5/bwn_alone", "small") == {"model.activation"}
 
 
+def test_cells_of_s8_differ_in_their_norm_alone() -> None:
+    for network, norms in (("lstm", ("none", "bwn")), ("transformer", ("l1", "bwn"))):
+        for norm in norms:
+            changed = {"model.layer_norm", "model.weight_norm"} if norm == "bwn" else {"model.layer_norm"}
+            assert _changes(f"s8/{network}_{norm}", f"s8/{network}_ln", "small") == changed
+    # beside the published runs: the attention and the epochs; the text and the epochs
+    epochs = {"optim.epochs", "optim.milestones"}
+    for norm in ("ln", "none", "bwn"):
+        one, two = load_cell(f"s8/lstm_{norm}").config("small"), load_cell(f"supp2/{norm}").config("cifar")
+        assert {text.partition(":")[0] for text in differences(one, two)} - {"experiment", "cell"} == epochs | {
+            "model.attention"
+        }
+    one, two = load_cell("s8/transformer_ln").config("small"), load_cell("table1/transformer_ln").config("cifar")
+    other_text = {"data.dir", "data.val_split", "data.test_split"}
+    assert {text.partition(":")[0] for text in differences(one, two)} - {"experiment", "cell"} == other_text | {
+        "optim.epochs"
+    }
+
+
 def test_rules_about_the_training_loss_name_what_they_compare() -> None:
     rules = {claim.a: claim.rule_text for claim in CLAIMS if claim.rule == "follows"}
     assert "from WD on's as WD off's is" in rules["fig1/corrected"]

@@ -12,6 +12,7 @@ from torch.nn.utils import parametrize
 from normmatters import precision
 from normmatters.lab.config import ModelConfig, from_dict
 from normmatters.lab.models import build_image_model, build_text_model
+from normmatters.lab.models.lstm import AdditiveScore, Seq2Seq
 from normmatters.lab.norms import ChannelBias, NormFactory, norm_factory
 from normmatters.lab.regimes import build_regime
 from normmatters.nn.activations import TReLU
@@ -134,7 +135,7 @@ def test_signal_survives_without_rescaling_norms(name: str) -> None:
     assert 0.1 < seen[0].std().item() < 10
 
 
-TEXT = [("lstm", {}), ("transformer", {"heads": 2, "d_ff": 32})]
+TEXT = [("lstm", {}), ("lstm", {"attention": "additive"}), ("transformer", {"heads": 2, "d_ff": 32})]
 
 
 @pytest.mark.parametrize(("name", "sizes"), TEXT)
@@ -192,6 +193,32 @@ def test_scaled_attention_divides_the_scores_by_the_root_of_their_width() -> Non
         plain.score.weight.div_(4)  # √16
     torch.testing.assert_close(before, plain(source, target), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(scaled.step(target[:, 0], scaled.begin(source))[0], before[:, 0], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_additive_scores_are_bahdanaus(batch: int) -> None:
+    """e = v·tanh(W h + U m), one pair of h and m at a time, and what attention makes of it: values and gradients."""
+    torch.manual_seed(0)
+    model = build_text_model(ModelConfig("lstm", layers=1, d_model=6, attention="additive"), 20, 10).double().eval()
+    assert isinstance(model, Seq2Seq)
+    assert isinstance(model.score, AdditiveScore)
+    weights = (model.score.query.weight, model.score.key.weight, model.score.value.weight, model.combine.weight)
+    w, u, v, _ = weights
+    h, memory = (torch.randn(batch, n, 6, dtype=torch.float64, requires_grad=True) for n in (3, 4))
+    mask = torch.arange(4) < torch.tensor([[2], [4], [3]])[:batch]
+
+    def by_hand(row: int, t: int) -> Tensor:
+        words = memory[row][mask[row]]
+        e = torch.stack([v[0].dot(torch.tanh(w.mv(h[row, t]) + u.mv(m))) for m in words])
+        context = (e.exp() / e.exp().sum()).matmul(words)
+        return model.classifier(torch.tanh(model.combine(torch.cat([context, h[row, t]]))))  # type: ignore[no-any-return]
+
+    want = torch.stack([torch.stack([by_hand(row, t) for t in range(3)]) for row in range(batch)])
+    got = model.attend(h, memory, model.keys(memory), mask)
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    leaves, upstream = (h, memory, *weights), torch.randn_like(want)
+    for a, b in zip(torch.autograd.grad(got, leaves, upstream), torch.autograd.grad(want, leaves, upstream)):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
 def _trained(norm: str, scale: float, steps: int = 3) -> tuple[list[Tensor], dict[str, Tensor], Tensor]:

@@ -71,7 +71,7 @@ class ModelConfig:
     ``norm_input_scale``, a power of two, multiplies what enters every batch norm: other units, the same network, unless
     ``precision.arithmetic`` has too little range for them. ``init_scale`` multiplies the initial weights that a batch
     norm follows, and with them the units of its eps and running variance: the same function. ``attention``: an LSTM's
-    scores by a product, by that over √d_model, or by a layer of tanh. ``width`` multiplies the number of channels; None
+    scores by a product, by that over √d_model, or Bahdanau's sum. ``width`` multiplies the number of channels; None
     below means the model's own default.
     """
 

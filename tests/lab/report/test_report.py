@@ -345,6 +345,7 @@ def test_images_of_your_own_are_not_imagenet(tmp_path: Path) -> None:
         ("supp2/ln", "wmt14/", "WMT14 de-en"),
         ("supp2/ln", ".", "parallel text de-en"),
         ("supp2/ln", None, "Multi30k de-en"),  # the usual folder
+        ("s8/transformer_ln", "translation/tatoeba", "Tatoeba en-de"),
     ],
 )
 def test_a_data_set_is_called_by_its_folder(cell: str, folder: str | None, told: str) -> None:

@@ -72,7 +72,7 @@ def build_text_model(config: ModelConfig, vocabulary: int, max_length: int) -> T
     chosen = {k: v if getattr(config, k) is None else getattr(config, k) for k, v in usual[config.name].items()}
     model: Translator
     if config.name == "lstm":
-        model = Seq2Seq(vocabulary, norm, **chosen, scaled=config.attention == "scaled")
+        model = Seq2Seq(vocabulary, norm, **chosen, attention=config.attention)
     else:
         model = Transformer(vocabulary, norm, **chosen, max_length=2 * max_length + 64)
     _with_weight_norm(model, config)

@@ -422,7 +422,9 @@ def describe(config: dict[str, Any]) -> dict[str, str]:
     name = _own_images(data["name"], data["dir"]) or data["name"]
     if data["name"] == "text":
         folder = Path(data["dir"] or "multi30k").name or "parallel text"
-        name = {"wmt14": "WMT14", "multi30k": "Multi30k"}.get(folder, folder) + f" {data['source']}-{data['target']}"
+        name = {"wmt14": "WMT14", "multi30k": "Multi30k", "tatoeba": "Tatoeba"}.get(
+            folder, folder
+        ) + f" {data['source']}-{data['target']}"
     network = str(model["name"])
     network = _MODELS.get(network, network.replace("resnet", "ResNet-"))
     sizes = {key: model[key] for key in ("width", "layers", "d_model")}
