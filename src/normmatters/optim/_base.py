@@ -10,9 +10,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import compress
+from itertools import chain, compress
 from numbers import Real
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple, TypeVar
@@ -22,13 +22,13 @@ from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 from torch.optim.sgd import sgd
 
-from normmatters.kernels.cpu.optimizer_rows import momentum_step_, why_not_step
+from normmatters.kernels.cpu.optimizer_rows import STEPPED, momentum_step_
 
 Group = dict[str, Any]
 Loss = TypeVar("Loss")
 Scalar = TypeVar("Scalar", float, Tensor)
 
-_LAYOUT, _DTYPE = attrgetter("layout"), attrgetter("dtype")
+_LAYOUT, _DTYPE, _DEVICE = attrgetter("layout"), attrgetter("dtype"), attrgetter("device")
 _PLACE = attrgetter("device", "dtype", "__class__")  # shards (DTensors) do not step together with whole tensors
 
 
@@ -161,7 +161,7 @@ class OptimizerWithState(Optimizer):
         super().__setstate__(state)
 
 
-# Kinds of device where SGD's fused kernel is taken by default; on others it is the native kernel, where there is one.
+# Kinds of device where SGD's fused kernel is taken by default; on a CPU it is otherwise the native kernel.
 FUSED_ON = {"cuda"}
 
 
@@ -182,13 +182,13 @@ class Members(NamedTuple):
         if type(None) in map(type, grads):
             params = [p for p, grad in zip(params, grads) if grad is not None]
             grads = [grad for grad in grads if grad is not None]
-        if {*map(_LAYOUT, grads)} - {torch.strided}:
-            layouts = [torch.strided if p.grad is None else p.grad.layout for p in group["params"]]
-            i = next(i for i, layout in enumerate(layouts) if layout != torch.strided)
-            raise ValueError(
-                f"{parameter_label(index, group, i)} has a {layouts[i]} gradient; a direction needs the whole "
-                "vector, so only dense gradients are supported"
-            )
+        for p, layout in zip(params, map(_LAYOUT, grads)):
+            if layout != torch.strided:
+                i = next(i for i, own in enumerate(group["params"]) if own is p)
+                raise ValueError(
+                    f"{parameter_label(index, group, i)} has a {layout} gradient; a direction needs the whole "
+                    "vector, so only dense gradients are supported"
+                )
         return cls(params, grads, [state[p] for p in params])
 
     def split(self, keys: Iterable[Any]) -> list[Members]:
@@ -207,103 +207,80 @@ class Members(NamedTuple):
 
     def momentum_buffers(self) -> list[Tensor]:
         """One buffer per parameter, first of zeros: the first step gives μ·0 + ∇L = ∇L, PyTorch's first buffer."""
-        try:
-            return [*map(itemgetter("momentum_buffer"), self.states)]
-        except KeyError:
-            for p, state in zip(self.params, self.states):
-                if "momentum_buffer" not in state:
-                    state["momentum_buffer"] = torch.zeros_like(p)
+        for p, state in zip(self.params, self.states):
+            if "momentum_buffer" not in state:
+                state["momentum_buffer"] = torch.zeros_like(p)
         return [*map(itemgetter("momentum_buffer"), self.states)]
 
-    def use_fused(self, group: Group) -> bool:
-        """The group's own choice, or else whether PyTorch's fused kernel, the fastest, takes these tensors."""
-        if group.get("fused") is not None or group["foreach"] is not None:
-            return bool(group.get("fused"))
-        if not self.params or self.params[0].device.type not in FUSED_ON or not self.in_one_place():
-            return False
-        if type(self.params[0]) not in (Tensor, nn.Parameter):  # there is no such kernel for shards (DTensors)
-            return False
-        lists = [self.params, self.grads, *([self.momentum_buffers()] if group["momentum"] != 0 else [])]
-        if len({*map(_DTYPE, lists[-1])} | {self.params[0].dtype}) > 1:  # the parameters were cast since
-            return False
-        if all(all(map(Tensor.is_contiguous, tensors)) for tensors in lists):
-            return True
-        # The kernel refuses tensors that are not strided alike, or have gaps. A new buffer has no gaps, so where all
-        # three strides agree there are none.
-        strides = zip(*(map(Tensor.stride, tensors) for tensors in lists))
-        doubtful = [i for i, three in enumerate(strides) if len(lists) < 3 or three.count(three[0]) < 3]
-        return all(_strided_alike(*(tensors[i] for tensors in lists)) for i in doubtful)
-
-    def use_native(self, group: Group, buffers: list[Tensor]) -> bool:
-        """Whether the native CPU kernel takes these tensors, where the group names no implementation."""
-        if group.get("fused") is not None or group["foreach"] is not None:
-            return False
-        device = self.params[0].device.type
-        return device == "cpu" not in FUSED_ON and not why_not_step(self.params, self.grads, buffers)
-
-    def in_one_place(self) -> bool:
-        """Whether all tensors are of one device and one real dtype, as one call of the fused kernel needs."""
-        dtypes = {*map(_DTYPE, self.params), *map(_DTYPE, self.grads)}
-        devices = {*map(Tensor.get_device, self.params)}
-        return len(dtypes) == len(devices) == 1 and dtypes.pop().is_floating_point
+    def kernel(self, group: Group, buffers: list[Tensor]) -> str:
+        """Which kernel steps: "native", "fused", or "" for PyTorch's choice. The group's own wish, or the fastest."""
+        fused, device = group.get("fused"), self.params[0].device.type
+        if fused is False or (fused is None and group["foreach"] is not None):
+            return ""
+        if not fused and device not in FUSED_ON | {"cpu"}:
+            return ""
+        if not one_kernel_takes(self.params, self.grads, *([buffers] if buffers else [])):
+            return ""
+        if fused or device in FUSED_ON:
+            return "fused"
+        return "native" if self.params[0].dtype in STEPPED else ""
 
 
-def _strided_alike(*tensors: Tensor) -> bool:
-    """Whether all are contiguous, or all channels_last."""
+def one_kernel_takes(*lists: list[Tensor]) -> bool:
+    """Whether one call may work on parameters, gradients and buffers element by element: it sees their memory alone.
+
+    There is no such kernel for shards (DTensors). After a cast of the model, buffers have another dtype.
+    """
+    tensors = [*chain(*lists)]
+    places = {*zip(map(_DEVICE, tensors), map(_DTYPE, tensors))}
+    if {*map(type, tensors)} - {Tensor, nn.Parameter} or len(places) > 1 or not tensors[0].is_floating_point():
+        return False
+    return all(map(Tensor.is_contiguous, tensors)) or all(map(_laid_out_alike, zip(*lists)))
+
+
+def _laid_out_alike(tensors: Sequence[Tensor]) -> bool:
+    """Whether the elements of tensors of one shape are in one order in memory, without gaps."""
+    if len({x.stride() for x in tensors}) == 1 and torch.ops.aten.is_non_overlapping_and_dense(tensors[0]):
+        return True  # the strides of dimensions of size 1 may differ all the same
     formats = (torch.contiguous_format, torch.channels_last)
     return any(all(x.is_contiguous(memory_format=f) for x in tensors) for f in formats)
 
 
-def sgd_(group: Group, members: Members, lr: float | Tensor | None = None, weight_decay: float | None = None) -> None:
-    """``torch.optim.SGD``'s own step, with the group's ``lr`` and ``weight_decay`` unless others are given.
+def sgd_(group: Group, members: Members) -> None:
+    """``torch.optim.SGD``'s own step.
 
-    The host does not read a tensor given as ``lr``, so a CUDA graph may capture the step. Where the group names neither
-    ``foreach`` nor ``fused``, the fused kernel is taken where it can be.
+    The host does not read the learning rate of a ``capturable`` group, so a CUDA graph may capture the step.
     """
-    if lr is None:
-        lr = group["lr"] if group["capturable"] else host_value(group["lr"])
-    if weight_decay is None:
-        weight_decay = group["weight_decay"] or 0.0
-    params, grads, _ = members
-    if not params:
-        return
-    if len(parts := members.by_kind()) > 1:
-        for part in parts:
-            sgd_(group, part, lr, weight_decay)
-        return
-    momentum, nesterov, sign = group["momentum"], group["nesterov"], -1.0 if group["maximize"] else 1.0
-    buffers = members.momentum_buffers() if momentum != 0 else []
-    if not isinstance(lr, Tensor):
-        options = {name: group[name] for name in ("momentum", "nesterov", "maximize")}
-        options |= {"weight_decay": weight_decay, "lr": lr, "dampening": 0.0}
-        fused = members.use_fused(group)
-        if members.use_native(group, buffers):
+    lr = group["lr"] if group["capturable"] else host_value(group["lr"])
+    decay, momentum, nesterov = group["weight_decay"] or 0.0, group["momentum"], group["nesterov"]
+    sign = -1.0 if group["maximize"] else 1.0
+    options = {name: group[name] for name in ("momentum", "nesterov", "maximize")}
+    options |= {"lr": lr, "weight_decay": decay, "dampening": 0.0}
+    for part in members.by_kind():
+        params, grads, _ = part
+        buffers = part.momentum_buffers() if momentum != 0 else []
+        kernel = part.kernel(group, buffers)
+        if isinstance(lr, Tensor):
+            updates = list(torch._foreach_mul(params, decay))
+            add_(updates, grads, sign)
+            if momentum != 0:
+                multiply_(buffers, momentum)
+                add_(buffers, updates, 1.0)
+            if nesterov:
+                add_(updates, buffers, momentum)
+            add_(params, updates if nesterov or momentum == 0 else buffers, -lr)
+        elif kernel == "native":
             # b ← μb + g′ with g′ = sign·∇L + λw, and the weight moves by −η times b, g′ + μb or g′.
             reach = 1 + momentum if nesterov else 1.0
-            of_weight = (-lr * reach * weight_decay, -lr * momentum ** (2 if nesterov else 1), -lr * reach * sign)
-            momentum_step_(params, grads, buffers, of_weight, (weight_decay, momentum, sign))
-            return
-        if fused and (not group.get("fused") or members.in_one_place()):
-            # What PyTorch's `sgd` ends in, without sorting the tensors by device and dtype.
+            of_weight = (-lr * reach * decay, -lr * momentum ** (2 if nesterov else 1), -lr * reach * sign)
+            momentum_step_(params, grads, buffers, of_weight, (decay, momentum, sign))
+        elif kernel == "fused":  # what PyTorch's `sgd` ends in, without sorting the tensors by device and dtype
             torch._fused_sgd_(params, grads, buffers, **options, is_first_step=False)
-            return
-        if nesterov and weight_decay == 0 and not fused:
-            grads = list(torch._foreach_mul(grads, 1))  # a copy: PyTorch would add into p.grad itself
-        unused = [None] * len(params)
-        sgd(params, grads, list(buffers) or unused, **options, foreach=group["foreach"], fused=fused or None)  # type: ignore[arg-type]
-        return
-    updates = list(torch._foreach_mul(params, weight_decay))
-    torch._foreach_add_(updates, grads, alpha=sign)
-    if momentum != 0:
-        torch._foreach_mul_(buffers, momentum)
-        torch._foreach_add_(buffers, updates)
-        if nesterov:
-            torch._foreach_add_(updates, buffers, alpha=momentum)
         else:
-            updates = buffers
-    if params[0].dtype in (torch.float32, torch.float64):  # where foreach is fast; half precision would round it
-        lr = lr.to(params[0].dtype)
-    torch._foreach_sub_(params, torch._foreach_mul(updates, lr))
+            if nesterov and decay == 0:
+                grads = list(torch._foreach_mul(grads, 1))  # a copy: PyTorch would add into p.grad itself
+            choice = {"foreach": group["foreach"], "fused": group.get("fused") or None}
+            sgd(params, grads, [*buffers] or [None] * len(params), **options, **choice)  # type: ignore[arg-type]
 
 
 def linear_step_(
@@ -325,12 +302,14 @@ def linear_step_(
     buffers = members.momentum_buffers() if momentum != 0 or "momentum_buffer" in states[0] else []
     heavy_ball = momentum != 0 and not group["nesterov"]
     (a, b), (c, d) = ((of_v * pending, of_gradient * sign) for of_v, of_gradient in (of_weight, of_buffer))
-    if not group["capturable"] and members.use_native(group, buffers):
+    kernel = "" if group["capturable"] else members.kernel(group, buffers)
+    if kernel == "native":
         momentum_step_(params, grads, buffers, (0.0, -step_size * a, -step_size * b), (0.0, c, d))  # type: ignore[arg-type]
-    elif not group["capturable"] and (heavy_ball or not buffers) and members.use_fused(group):
+    elif kernel == "fused" and (heavy_ball or not buffers):
         if buffers and pending != 1:  # left by captured steps
             multiply_(buffers, pending)
-        sgd_(group | {"fused": True}, members, step_size, 0.0)
+        options = {"weight_decay": 0.0, "momentum": momentum, "lr": step_size, "dampening": 0.0, "nesterov": False}
+        torch._fused_sgd_(params, grads, buffers, **options, maximize=group["maximize"], is_first_step=False)
     elif heavy_ball:  # moves by the new V
         multiply_(buffers, c)
         add_(buffers, grads, d)
@@ -352,7 +331,9 @@ def multiply_(xs: list[Tensor], factor: float | Tensor) -> None:
 def add_(xs: list[Tensor], ys: list[Tensor], factor: float | Tensor) -> None:
     """xs ← xs + factor · ys. A tensor is multiplied in first, because the host would have to read it as ``alpha``."""
     if isinstance(factor, Tensor):
-        torch._foreach_add_(xs, torch._foreach_mul(ys, factor.to(xs[0].dtype)))
+        if xs[0].dtype in (torch.float32, torch.float64):  # where foreach is fast; half precision would round it
+            factor = factor.to(xs[0].dtype)
+        torch._foreach_add_(xs, torch._foreach_mul(ys, factor))
     else:
         torch._foreach_add_(xs, ys, alpha=factor)
 
@@ -421,23 +402,22 @@ class WeightDecayFree(OptimizerWithState):
 
         Everything that can be refused is refused here, before the first parameter changes.
         """
+        ordinary: list[tuple[Group, Members]] = []
+        free: list[tuple[Group, Members]] = []
         capturing = is_capturing()
         decays = [*map(self._checked_decay, self.param_groups)]
-        for index, group in enumerate(self.param_groups):
-            self._check_group(index, group, decays[index])
-        ordinary, free = [], []
+        for index, (group, decay) in enumerate(zip(self.param_groups, decays)):
+            self._check_group(index, group, decay)
         for index, group in enumerate(self.param_groups):
             if capturing and not group["capturable"]:
                 raise ValueError(f"group {index} is captured into a CUDA graph: pass capturable=True")
             members = Members.of(index, group, self.state)
-            if not group["weight_decay_free"]:
-                ordinary.append((group, members))
-                continue
-            if group["capturable"]:
+            (free if group["weight_decay_free"] else ordinary).append((group, members))
+            if group["weight_decay_free"] and group["capturable"]:
                 self._check_capturable(index, group)
-            if group["check_invariance"] and not capturing and not all("alpha" in state for state in members.states):
+            new = group["weight_decay_free"] and not all("alpha" in state for state in members.states)
+            if new and group["check_invariance"] and not capturing:
                 self._check_invariance(index, group)
-            free.append((group, members))
         cohorts = []
         for group, members in free:
             lr, weight_decay = rates(group, read=not group["capturable"])
@@ -501,12 +481,12 @@ class WeightDecayFree(OptimizerWithState):
     def _store(self, group: Group, cohort: Members, values: tuple[Any, ...]) -> None:
         """Write a cohort's new scalars; tensors (shared by the cohort) in place, so that a graph finds them again."""
         named = {name: value for (name, _), value in zip(self._scalars, values)}
-        if not group["capturable"]:
+        if group["capturable"]:
+            for name, value in named.items():
+                cohort.states[0][name].copy_(value)
+        else:
             for state in cohort.states:
                 state.update(named)
-            return
-        for name, value in named.items():
-            cohort.states[0][name].copy_(value)
 
     def _restore(self, group: Group, saved: dict[Tensor, dict[str, Any]]) -> None:
         stepped = [p for p, state in saved.items() if "alpha" in state]
@@ -516,16 +496,16 @@ class WeightDecayFree(OptimizerWithState):
 
     def _place_scalars(self, group: Group, params: list[Tensor]) -> None:
         """Put the scalars where their group has them: on the host, or in tensors that equal parameters share."""
-        shared: dict[Any, dict[str, Tensor]] = {}
+        shared: dict[Any, dict[str, Any]] = {}
         for p in params:
             values = {name: host_value(self.state[p].get(name, start)) for name, start in self._scalars}
-            if not group["capturable"]:
-                self.state[p].update(values)
-                continue
-            key = *_PLACE(p), *values.values()
-            if key not in shared:
-                shared[key] = {n: torch.full((), v, dtype=torch.float64, device=p.device) for n, v in values.items()}
-            self.state[p].update(shared[key])
+            if group["capturable"]:
+                key = *_PLACE(p), *values.values()
+                if key not in shared:
+                    at = p.device
+                    shared[key] = {n: torch.full((), v, dtype=torch.float64, device=at) for n, v in values.items()}
+                values = shared[key]
+            self.state[p].update(values)
 
 
 class OptimizerWrapper(Optimizer):

@@ -27,7 +27,7 @@ from normmatters.optim._base import (
     Group,
     Members,
     OptimizerWithState,
-    check_number,
+    check_numbers,
     evaluate,
     host_value,
     is_capturing,
@@ -138,31 +138,30 @@ class AngularSGD(OptimizerWithState):
             raise ValueError("a group with angular=False is ordinary SGD and needs an lr of its own, not an angle")
         super().add_param_group(param_group)
         with new_group(self) as (index, group):
-            normalize_numbers(group)
-            self._check_numbers(group)
             if group["nesterov"] and group["momentum"] == 0:
                 raise ValueError("nesterov=True needs momentum > 0, got momentum 0")
+            if group["angular"] and not group["lr_is_angle"] and not group["weight_decay"]:
+                raise ValueError(
+                    f"group {index}: the angle √(2·lr·weight_decay/(1+momentum)) needs weight_decay > 0, got "
+                    f"{group['weight_decay']}. Give the weight decay of your usual recipe, or an angle"
+                )
+            self._check_numbers(group)
             if group["angular"]:
-                if not group["lr_is_angle"] and not group["weight_decay"]:
-                    raise ValueError(
-                        f"group {index}: the angle √(2·lr·weight_decay/(1+momentum)) needs weight_decay > 0, got "
-                        f"{group['weight_decay']}. Give the weight decay of your usual recipe, or an angle"
-                    )
                 check_turnable(index, group)
-                check_angle(self._angle(group))
 
     def _check_numbers(self, group: Group) -> None:
         """Raise if the group's numbers are unusable. Reads no device."""
-        check_number("momentum", group["momentum"], below=1.0)
-        check_number("angle" if group["lr_is_angle"] else "lr", group["lr"])
-        if group["weight_decay"] is not None:
-            check_number("weight_decay", group["weight_decay"])
+        normalize_numbers(group)
+        name = "angle" if group["lr_is_angle"] else "lr"
+        decay = 0.0 if group["weight_decay"] is None else group["weight_decay"]
+        check_numbers(**{"momentum": group["momentum"], name: group["lr"], "weight_decay": decay})
+        if group["angular"]:
+            check_angle(self._angle(group))
 
     def _angle(self, group: Group) -> float | Tensor:
         lr = group["lr"] if group["capturable"] else host_value(group["lr"])
         if group["lr_is_angle"]:
             return lr  # type: ignore[no-any-return]
-        check_number("weight_decay", group["weight_decay"])
         s, q = filter_sums(group["momentum"], group["nesterov"])
         return (2 * group["weight_decay"] * q / s * lr) ** 0.5  # type: ignore[no-any-return]
 
@@ -174,12 +173,9 @@ class AngularSGD(OptimizerWithState):
         all_members = [Members.of(index, group, self.state) for index, group in enumerate(self.param_groups)]
         new: dict[Tensor, Tensor] = {}
         for index, (group, members) in enumerate(zip(self.param_groups, all_members)):
-            normalize_numbers(group)
             self._check_numbers(group)
-            if group["angular"]:
-                check_angle(self._angle(group))
-                if not all("norm" in state for state in members.states):
-                    new |= first_norms(index, group, {p for p in group["params"] if "norm" in self.state[p]})
+            if group["angular"] and not all("norm" in state for state in members.states):
+                new |= first_norms(index, group, {p for p in group["params"] if "norm" in self.state[p]})
         for p, norm in new.items():
             self.state[p]["norm"] = norm
         for index, (group, members) in enumerate(zip(self.param_groups, all_members)):

@@ -162,12 +162,11 @@ class WeightDecayFreeSGD(WeightDecayFree):
 
     def _acting_lr(self, index: int, weight: Tensor) -> float | Tensor:
         """η_t α_t α_{t+1}, of the step to come."""
-        group, state = self.param_groups[index], self.state.get(weight, {})
+        group, state = self.param_groups[index], dict(self._scalars) | self.state.get(weight, {})
         self._check_group(index, group, self._checked_decay(group))
-        lr, weight_decay = rates(group)
+        (lr, weight_decay), alpha = rates(group), state["alpha"]
         settings = lr, weight_decay, group["momentum"], group["nesterov"]
-        alpha = state.get("alpha", 1.0)
-        return lr * alpha * next_alpha_kappa(alpha, state.get("kappa", 0.0), *settings)[0]  # type: ignore[no-any-return]
+        return lr * alpha * next_alpha_kappa(alpha, state["kappa"], *settings)[0]  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -190,16 +189,10 @@ class WeightDecayFreeSGD(WeightDecayFree):
             for part in parts:
                 linear_step_(group, part, step_size, of_weight, of_buffer, pending)
             factor = rescale_factor(next_alpha)
-            pending = 1.0
-            if group["capturable"]:
-                # A graph cannot branch: always multiply, mostly by 1. The buffers wait for the multiplication above.
+            if group["capturable"] or factor != 1:  # a graph cannot branch: always multiply, mostly by 1
                 multiply_(cohort.params, factor)
-                pending = 1 / factor
-            elif factor != 1:
-                multiply_(cohort.params, factor)
-                if present := [state["momentum_buffer"] for state in cohort.states if "momentum_buffer" in state]:
-                    multiply_(present, 1 / factor)
-            self._store(group, cohort, (next_alpha * factor, next_kappa, pending))
+            # The buffers wait for the next step, which multiplies them anyway.
+            self._store(group, cohort, (next_alpha * factor, next_kappa, 1 / factor))
         for group, members in ordinary:
             sgd_(group, members)
         return loss

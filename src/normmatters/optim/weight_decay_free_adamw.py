@@ -71,14 +71,8 @@ class WeightDecayFreeAdamW(WeightDecayFree):
         weight_decay_free: bool = True,
         check_invariance: bool = True,
     ) -> None:
-        defaults: dict[str, Any] = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "amsgrad": amsgrad,
-        }
-        defaults |= {"maximize": maximize, "foreach": foreach, "capturable": capturable}
+        defaults: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        defaults |= {"amsgrad": amsgrad, "maximize": maximize, "foreach": foreach, "capturable": capturable}
         defaults |= {"weight_decay_free": weight_decay_free, "check_invariance": check_invariance}
         super().__init__(params, defaults)
 
@@ -124,8 +118,7 @@ class WeightDecayFreeAdamW(WeightDecayFree):
         group = self.param_groups[index]
         self._check_group(index, group, self._checked_decay(group))
         lr, weight_decay = rates(group)
-        alpha = self.state.get(weight, {}).get("alpha", 1.0)
-        return lr * alpha / (1 - lr * weight_decay)  # type: ignore[no-any-return]
+        return lr * self.state.get(weight, {}).get("alpha", 1.0) / (1 - lr * weight_decay)  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]

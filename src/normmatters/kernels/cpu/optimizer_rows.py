@@ -26,8 +26,8 @@ from normmatters.kernels.cpu import DTYPES, library
 
 # What the direction of a rotation is: given, a momentum buffer that first takes in the gradient, or Nesterov's form.
 GIVEN, MOMENTUM, NESTEROV = 0, 1, 2
-# What plans take. Without the native library that is nothing.
-ROTATED = MEASURED = tuple(DTYPES) if library() is not None else ()
+# The dtypes that plans and steps take. Without the native library that is nothing.
+ROTATED = MEASURED = STEPPED = tuple(DTYPES) if library() is not None else ()
 LONGEST_ROW = 2**20  # one thread works along a whole row; longer rows are better off with PyTorch's many
 
 
@@ -152,26 +152,6 @@ class RowScalesPlan:
         torch.autograd.graph.increment_version(self._tensors[0])
 
 
-def why_not_step(params: list[Tensor], grads: list[Tensor], buffers: list[Tensor]) -> str:
-    """Why `momentum_step_` cannot take these tensors; empty if it can. ``buffers`` may be empty."""
-    if not ROTATED:
-        return "there is no native library"
-    lists = (params, grads, buffers) if buffers else (params, grads)
-    if {*map(Tensor.get_device, params)} != {-1} or {x.device.type for x in params} != {"cpu"}:
-        return "it takes parameters on a CPU"
-    if any({*map(type, xs)} - {Tensor, torch.nn.Parameter} for xs in lists):
-        return "tensor subclasses, such as shards (DTensors), have no memory of their own"
-    dtypes = {x.dtype for xs in lists for x in xs}
-    if len(dtypes) > 1 or not dtypes <= {*ROTATED}:
-        return f"it takes one floating-point dtype at a time, not {dtypes}"
-    if all(all(map(Tensor.is_contiguous, xs)) for xs in lists):
-        return ""
-    for same in zip(*lists):
-        if len({x.stride() for x in same}) > 1 or not torch.ops.aten.is_non_overlapping_and_dense(same[0]):
-            return f"parameter, gradient and buffer must be dense and strided alike, not {[x.stride() for x in same]}"
-    return ""
-
-
 def momentum_step_(
     params: list[Tensor],
     grads: list[Tensor],
@@ -182,7 +162,8 @@ def momentum_step_(
     """(Δw, b) ← M·(w, b, g) for each element, w ← w + Δw: every form of SGD with momentum is such a step.
 
     Args:
-        params, grads, buffers: tensors for which `why_not_step` has no objection; no buffers without momentum.
+        params, grads, buffers: CPU tensors of one dtype of `STEPPED`, of which those that belong together are strided
+            alike, without gaps. No buffers without momentum.
         of_weight, of_buffer: the rows of M, for Δw and for b.
     """
     columns = [_pointers(params), _pointers(buffers) or [0] * len(params), _pointers(grads)]
