@@ -26,7 +26,6 @@ except ImportError as error:
 from normmatters.doctor.cli import doctor
 
 if TYPE_CHECKING:
-    from normmatters.lab.plan import PlannedRun
     from normmatters.lab.report import Report
 
 __all__ = ["app", "main"]
@@ -62,7 +61,8 @@ Sets = Annotated[
     list[str] | None,
     typer.Option("--set", "-s", metavar="KEY=VALUE", help="Change a setting, such as optim.lr=0.05. May be repeated."),
 ]
-_DEFAULT_SEEDS = {"quick": 2, "small": 3, "short": 2, "cifar": 3, "full": 1}
+DeviceName = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:1.")]
+_SEEDS = {"quick": 2, "small": 3, "short": 2, "cifar": 3, "full": 1}
 
 
 def main() -> None:
@@ -159,13 +159,15 @@ def reproduce(
     seeds: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Runs of each cell, one per seed.", show_default="quick 2, small 3, short 2, cifar 3, full 1"
+            min=1,
+            help="Runs of each cell, one per seed.",
+            show_default=", ".join(f"{p} {n}" for p, n in _SEEDS.items()),
         ),
     ] = None,
     jobs: Annotated[
         int | None, typer.Option(min=1, help="How many runs train at the same time.", show_default="cores; 1 on a GPU")
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")] = "auto",
+    device: DeviceName = "auto",
     out: Annotated[Path, typer.Option(help="Where run folders and the report go; the preset's name is added.")] = Path(
         "runs"
     ),
@@ -188,38 +190,45 @@ def reproduce(
       normmatters reproduce fig1 table2 --preset cifar --data-dir ~/data --jobs 4
       normmatters reproduce fig1 --seeds 5 --set optim.epochs=4 --out /tmp/try
     """
+    from normmatters.lab.execution import find_device
     from normmatters.lab.experiments import experiment_names, load_cells
     from normmatters.lab.memory import check_memory
     from normmatters.lab.plan import make_plan
+    from normmatters.lab.run_folder import RunFolder
     from normmatters.lab.runner import Runner
+    from normmatters.lab.terminal import RunsView, show_reasons
 
     load_cells(name for name in names if name != "all")  # a misspelt one is an error beside "all" too
     chosen = list(dict.fromkeys(experiment_names() if "all" in names else names))
     out = _folder_to_write(out, "--out") / preset
     _check_exists(data_dir, "--data-dir")
     _check_exists(published, "--published")
-    seeds = seeds or _DEFAULT_SEEDS.get(preset, 1)
+    seeds = seeds or _SEEDS.get(preset, 1)
     kept = published / preset if published and (published / preset).is_dir() else None
     plan = make_plan(chosen, preset, out, seeds=seeds, overrides=sets or (), data=data, published=kept)
     waiting = [run for run in plan if run.state == "waiting"]
     console = Console()
-    console.print(_overview(plan, out), highlight=False)
+    cells, done = len({run.id for run in plan}), len(plan) - len(waiting)
+    finished = f", {done} of them finished" if done else ""
+    console.print(f"[bold]{len(plan)} runs[/] of {cells} cells in {escape(str(out))}{finished}", highlight=False)
     if dry_run:
         for run in waiting:
             console.print(f"  {run.id} [dim]seed {run.seed}, {run.epochs} epochs", highlight=False)
         return
-    kind = _device(plan[0].config.runtime.device if device == "auto" else device)
+    kind = str(find_device(plan[0].config.runtime.device if device == "auto" else device))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     side_by_side = min(jobs or (1 if kind.startswith("cuda") else cores), len(plan))
     workers = min(side_by_side, max(len(waiting), 1))
     check_memory([run.config for run in waiting], workers, kind)
     # Sums round differently on another number of threads. On a CPU each run has one, whatever --jobs is and whatever
-    # the machine has; on a GPU the threads of the host change no number.
-    _place(waiting, kind, max(1, cores // side_by_side) if kind.startswith("cuda") else 1, workers)
+    # the machine has; one that has begun keeps its own. On a GPU the threads of the host change no number.
+    threads = max(1, cores // side_by_side) if kind.startswith("cuda") else 1
+    for run in waiting:
+        own = run.config.runtime.threads or RunFolder(run.folder).threads() or threads
+        placed = replace(run.config.runtime, device=kind, threads=own, side_by_side=workers)
+        run.config = replace(run.config, runtime=placed)
     failed = []
     if waiting:
-        from normmatters.lab.terminal import RunsView
-
         with RunsView(console, plan) as view:
             failed = Runner(plan, workers=workers, data_dir=data_dir).run(view)
     from normmatters.lab.report import write_report
@@ -231,7 +240,7 @@ def reproduce(
         _show_report(console, write_report(runs, out / "report", command=command))
     if failed:
         console.print(f"[bold red]{len(failed)} of {len(plan)} runs did not finish:[/]", highlight=False)
-        _list_failed(console, failed)
+        show_reasons(console, failed)
         raise typer.Exit(1)
 
 
@@ -247,52 +256,6 @@ def _folder_to_write(path: Path, option: str) -> Path:
 def _check_exists(folder: Path | None, option: str) -> None:
     if folder is not None and not folder.expanduser().is_dir():
         raise ValueError(f"{option} {folder}: no such folder")
-
-
-def _list_failed(console: Console, failed: list[PlannedRun]) -> None:
-    """Each reason once: often there is one for all, such as data that are not there."""
-    for reason in dict.fromkeys(run.reason for run in failed):
-        which = ", ".join(f"{run.id} seed {run.seed}" for run in failed if run.reason == reason)
-        console.print(f"  [red]✗[/] {which}: {escape(reason)}", highlight=False, soft_wrap=True)
-
-
-def _overview(plan: list[PlannedRun], out: Path) -> str:
-    done = sum(run.state == "done" for run in plan)
-    cells = len({run.id for run in plan})
-    finished = f", {done} of them finished" if done else ""
-    return f"[bold]{len(plan)} runs[/] of {cells} cells in {escape(str(out))}{finished}"
-
-
-def _device(name: str) -> str:
-    """``auto`` is the first GPU where there is one. An unusable name is an error before anything starts."""
-    if name == "cpu":
-        return name
-    import torch
-
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        kind = torch.device(name)
-    except RuntimeError:
-        kind = None
-    if kind is None or kind.type not in ("cpu", "cuda"):
-        raise ValueError(f"--device {name!r}: expected auto, cpu, cuda or cuda:N")
-    if kind.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"--device {name}: torch finds no GPU here")
-    if kind.type == "cuda" and (kind.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"--device {name}: there are {torch.cuda.device_count()} GPUs")
-    return name
-
-
-def _place(plan: list[PlannedRun], device: str, threads: int, workers: int) -> None:
-    """Put the runs on the device; nothing of it changes what a run is. One that has begun keeps its threads."""
-    from normmatters.lab.run_folder import RunFolder
-
-    for run in plan:
-        runtime = run.config.runtime
-        own = runtime.threads or RunFolder(run.folder).threads() or threads
-        placed = replace(runtime, device=device, threads=own, side_by_side=workers)
-        run.config = replace(run.config, runtime=placed)
 
 
 def _show_report(console: Console, report: Report) -> None:
@@ -330,7 +293,7 @@ def train(
     ] = "quick",
     seed: Annotated[int | None, typer.Option(help="Random seed; the file's own unless given.")] = None,
     data_dir: DataDir = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")] = "auto",
+    device: DeviceName = "auto",
     out: Annotated[
         Path | None,
         typer.Option(help="The run's folder.", show_default="runs/EXPERIMENT/CELL/seedN; CELL,KEY=VALUE with --set"),
@@ -348,13 +311,14 @@ def train(
       torchrun --nproc-per-node 4 -m normmatters train my.toml
     """
     from normmatters.lab.config import overrides_name, run_path
+    from normmatters.lab.execution import find_device
     from normmatters.lab.experiments import load_file
     from normmatters.lab.terminal import train_with_progress
 
     _check_exists(data_dir, "--data-dir")
     run = load_file(config).config(preset, seed, sets or ())
-    device = run.runtime.device if device == "auto" else device
-    run = replace(run, runtime=replace(run.runtime, device=_device(device)))
+    chosen = find_device(run.runtime.device if device == "auto" else device)
+    run = replace(run, runtime=replace(run.runtime, device=str(chosen)))
     folder = out or run_path(Path("runs"), run, overrides_name(sets or ()))
     result = train_with_progress(run, _folder_to_write(folder, "--out"), data_dir, resume=not fresh)
     if result.status != "finished":

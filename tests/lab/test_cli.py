@@ -18,7 +18,7 @@ from normmatters import cli
 from normmatters.lab.config import to_json
 from normmatters.lab.plan import PlannedRun, make_plan
 from normmatters.lab.runner import Runner
-from normmatters.lab.terminal import RunsView
+from normmatters.lab.terminal import RunsView, show_reasons
 from support.synthetic_runs import write_run
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb"}
@@ -248,7 +248,7 @@ def test_one_reason_of_many_runs_is_told_once(tmp_path: Path, capsys: pytest.Cap
     for job in jobs:
         job.state, job.reason = "failed", "no image folder [data]"
     view(Runner(jobs))
-    cli._list_failed(console, jobs)
+    show_reasons(console, jobs)
     said = capsys.readouterr().out.splitlines()
     assert said[0].endswith("no image folder [data]")
     assert [line.endswith("seed 0  for the same reason") for line in said[1:-1]] == [True] * (len(jobs) - 1)

@@ -12,7 +12,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from normmatters.lab import experiments
 from normmatters.lab.claims import CLAIMS
 from normmatters.lab.config import differences
-from normmatters.lab.data import USUAL_FOLDER
+from normmatters.lab.data import SETS
 from normmatters.lab.data.numerals import LIMIT, english, german, splits
 from normmatters.lab.experiments import PRESETS, load_cell, load_cells, load_file
 from normmatters.lab.models import build_image_model
@@ -28,8 +28,8 @@ def test_every_cell_loads_at_every_preset() -> None:
             config = cell.config(preset, seed=3)
             assert config.seed == 3
             assert f"{config.experiment}/{config.cell}" == cell.source
-            if config.data.name in USUAL_FOLDER and config.data.name != "text":  # not another set's folder
-                assert config.data.dir in (None, USUAL_FOLDER[config.data.name])
+            if (usual := SETS[config.data.name].folder) and config.data.name != "text":  # not another set's folder
+                assert config.data.dir in (None, usual)
             if preset == "quick" and preset in cell.only:
                 assert config.data.name in ("digits", "numbers")
 

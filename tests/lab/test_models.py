@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from normmatters import precision
 from normmatters.lab.config import ModelConfig, from_dict
 from normmatters.lab.models import build_image_model, build_text_model
 from normmatters.lab.models.lstm import AdditiveScore, Seq2Seq
-from normmatters.lab.norms import ChannelBias, NormFactory, norm_factory
+from normmatters.lab.norms import ChannelBias, NormFactory
 from normmatters.lab.regimes import build_regime
 from normmatters.nn.activations import TReLU
 from normmatters.nn.batchnorm import LpBatchNorm2d, MeanOnlyBatchNorm2d
@@ -84,13 +85,17 @@ def test_every_batch_norm_is_what_the_config_says(options: dict[str, object], p:
     assert all(q.grad is not None and q.grad.isfinite().all() for q in model.parameters())
 
 
+def _norms(**settings: Any) -> NormFactory:
+    return NormFactory(ModelConfig(**settings))
+
+
 def test_norm_act_without_fusion() -> None:
     x, r = torch.randn(4, 3, 5, 5), torch.randn(4, 3, 5, 5)
-    fused = NormFactory("l1").batch_norm(3, act=True)
-    loose = NormFactory("l1", fuse=False).batch_norm(3, act=True)
+    fused = _norms(norm="l1").batch_norm(3, act=True)
+    loose = _norms(norm="l1", fuse=False).batch_norm(3, act=True)
     torch.testing.assert_close(fused(x, residual=r), loose(x, residual=r))
-    torch.testing.assert_close(NormFactory("l1").batch_norm(3)(x, residual=r), loose.norm(x) + r)
-    shifted = NormFactory("none", activation="trelu").batch_norm(3, act=True)
+    torch.testing.assert_close(_norms(norm="l1").batch_norm(3)(x, residual=r), loose.norm(x) + r)
+    shifted = _norms(norm="none", activation="trelu").batch_norm(3, act=True)
     assert isinstance(shifted.norm, ChannelBias)
     nn.init.constant_(shifted.norm.bias, 0.5)
     torch.testing.assert_close(shifted(x, residual=r), TReLU()(x + 0.5 + r))
@@ -175,8 +180,8 @@ def test_wrong_sizes_are_refused() -> None:
         build_text_model(ModelConfig("transformer", d_model=30, heads=4), 10, 5)
     with pytest.raises(ValueError, match="must be even"):
         build_text_model(ModelConfig("lstm", d_model=15), 10, 5)
-    assert norm_factory(ModelConfig(weight_norm="wn", norm="l1")).name == "mean_only"
-    assert norm_factory(ModelConfig(weight_norm="wn", norm="none")).name == "none"
+    assert _norms(weight_norm="wn", norm="l1").name == "mean_only"
+    assert _norms(weight_norm="wn", norm="none").name == "none"
 
 
 def test_scaled_attention_divides_the_scores_by_the_root_of_their_width() -> None:
@@ -256,7 +261,7 @@ def test_fp16_has_room_for_l1_in_units_in_which_l2_leaves_its_range() -> None:
     x = torch.randn(32, 4, 8, 8)
 
     def normalized(name: str, scale: float, accumulate: str) -> tuple[Tensor, Tensor]:
-        norm, leaf = NormFactory(name, input_scale=scale).batch_norm(4), x.clone().requires_grad_()
+        norm, leaf = _norms(norm=name, norm_input_scale=scale).batch_norm(4), x.clone().requires_grad_()
         with precision.arithmetic("fp16", accumulate=accumulate):
             y = norm(leaf)
         torch.manual_seed(2)
@@ -266,7 +271,7 @@ def test_fp16_has_room_for_l1_in_units_in_which_l2_leaves_its_range() -> None:
     for accumulate in ("fp16", "fp32"):
         for name in ("l1", "l2"):
             y, gradient = normalized(name, 1.0, accumulate)
-            torch.testing.assert_close(y, NormFactory(name).batch_norm(4)(x), rtol=0, atol=0.01)
+            torch.testing.assert_close(y, _norms(norm=name).batch_norm(4)(x), rtol=0, atol=0.01)
             for scale in (128.0, 2.0**-16):
                 other, other_gradient = normalized(name, scale, accumulate)
                 if name == "l1":

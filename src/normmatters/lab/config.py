@@ -198,8 +198,7 @@ class RunConfig:
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
 
     def __post_init__(self) -> None:
-        _check_ranges(self)
-        _check_combinations(self)
+        _check(self)
 
 
 def cell_folder(above: Path, config: RunConfig) -> Path:
@@ -218,7 +217,7 @@ def run_path(above: Path, config: RunConfig, change: str = "") -> Path:
 
 def overrides_name(overrides: Iterable[str]) -> str:
     """What distinguishes the folder of a run with these overrides: itself a valid name of a folder."""
-    unnamed = ("seed=", *(f"runtime.{key}=" for key in _NOT_HASHED["runtime"] or ()))  # they make no other run
+    unnamed = ("seed=", *(f"runtime.{key}=" for key in _NOT_HASHED))  # they make no other run
     name = ",".join(item for item in overrides if not item.startswith(unnamed))
     name = re.sub(r"[^\w.=+,-]", "_", name)
     return name if len(name) <= 100 else f"{name[:80]}~{hashlib.sha256(name.encode()).hexdigest()[:8]}"
@@ -321,91 +320,85 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("zero or more", lambda v: v >= 0, "runtime.checkpoint_seconds"),
     ("in [0, 1)", lambda v: 0 <= v < 1, "model.dropout optim.momentum optim.label_smoothing"),
     ("finite", math.isfinite, "runtime.length_penalty"),
+    ("a whole number of 64 bits", lambda v: -(2**63) <= v < 2**63, "seed"),
 )
+_AUGMENTS = ("none", "crop", "crop_flip", "resized_crop")
+_CONSTANTS = ("exact", "paper", "none")
 
 
-def _need(ok: bool, key: str, what: str, value: object) -> None:
-    if not ok:
-        raise ValueError(f"{key} must be {what}, got {value!r}")
+def _check(config: RunConfig) -> None:
+    """Raise on a value out of its range, then on one that another setting rules out or makes pointless."""
 
+    def value(key: str) -> Any:
+        section, _, name = key.rpartition(".")
+        return getattr(getattr(config, section) if section else config, name)
 
-def _check_ranges(config: RunConfig) -> None:
+    def need(ok: bool, key: str, what: str) -> None:
+        if not ok:
+            raise ValueError(f"{key} must be {what}, got {value(key)!r}")
+
     for what, inside, keys in _RANGES:
         for key in keys.split():
-            section, _, name = key.partition(".")
-            value = getattr(getattr(config, section), name)
-            _need(value is None or inside(value), key, what, value)
-    _need(-(2**63) <= config.seed < 2**63, "seed", "a whole number of 64 bits", config.seed)
-    augments, augment = ("none", "crop", "crop_flip", "resized_crop"), config.data.augment
-    _need(isinstance(augment, bool) or augment in augments, "data.augment", f"a bool or {augments}", augment)
-    betas, milestones = config.optim.betas, config.optim.milestones
-    _need(len(betas) == 2 and all(0 <= b < 1 for b in betas), "optim.betas", "two numbers in [0, 1)", betas)
-    rising = list(milestones) == sorted(m for m in milestones if 0 <= m < math.inf)
-    _need(rising, "optim.milestones", "epochs in rising order", milestones)
-    scale, constant = config.model.norm_input_scale, config.model.constant
+            need(value(key) is None or inside(value(key)), key, what)
+    data, model, optim, precision = config.data, config.model, config.optim, config.precision
+    need(isinstance(data.augment, bool) or data.augment in _AUGMENTS, "data.augment", f"a bool or {_AUGMENTS}")
+    need(len(optim.betas) == 2 and all(0 <= b < 1 for b in optim.betas), "optim.betas", "two numbers in [0, 1)")
+    rising = list(optim.milestones) == sorted(m for m in optim.milestones if 0 <= m < math.inf)
+    need(rising, "optim.milestones", "epochs in rising order")
+    scale, constant = model.norm_input_scale, model.constant
     power = 2**-32 <= scale <= 2**32 and math.frexp(scale)[0] == 0.5
-    _need(power, "model.norm_input_scale", "a power of two from 2^-32 to 2^32", scale)
-    names = ("exact", "paper", "none")
-    fits = constant in names if isinstance(constant, str) else constant > 0
-    _need(fits, "model.constant", f"one of {names} or a positive factor", constant)
+    need(power, "model.norm_input_scale", "a power of two from 2^-32 to 2^32")
+    fits = constant in _CONSTANTS if isinstance(constant, str) else constant > 0
+    need(fits, "model.constant", f"one of {_CONSTANTS} or a positive factor")
 
-
-def _check_combinations(config: RunConfig) -> None:
-    model, optim, precision = config.model, config.optim, config.precision
-    text, mode = config.data.name in TEXT, optim.mode
+    text, mode = data.name in TEXT, optim.mode
     if mode == "corrected":
-        what = "the cell whose norms are followed (mode corrected)"
-        _need(bool(optim.reference), "optim.reference", what, optim.reference)
-    _need(optim.angle is None or mode == "angular", "optim.angle", "unset but with mode angular", optim.angle)
-    by_power = optim.angle_power != 0.5
+        need(bool(optim.reference), "optim.reference", "the cell whose norms are followed (mode corrected)")
+    need(optim.angle is None or mode == "angular", "optim.angle", "unset but with mode angular")
     own = mode == "angular" and optim.name == "sgd" and optim.angle is None
-    what = "0.5 but with mode angular, sgd and no angle of its own"
-    _need(own or not by_power, "optim.angle_power", what, optim.angle_power)
+    need(own or optim.angle_power == 0.5, "optim.angle_power", "0.5 but with mode angular, sgd and no angle of its own")
     plain = mode in ("wd_on", "wd_off")
-    _need(plain or optim.invariant_lr is None, "optim.invariant_lr", f"unset with mode {mode}", optim.invariant_lr)
-    every = optim.invariant == "all"
-    _need(not every or not text, "optim.invariant", "tested with text, whose networks have no convolutions", "all")
+    need(plain or optim.invariant_lr is None, "optim.invariant_lr", f"unset with mode {mode}")
+    tested = optim.invariant == "tested"
+    need(tested or not text, "optim.invariant", "tested with text, whose networks have no convolutions")
     if mode in ("angular", "wd_free", "wd_follows_lr") and optim.angle is None:
-        _need(optim.weight_decay > 0, "optim.weight_decay", f"positive with mode {mode}", optim.weight_decay)
+        need(optim.weight_decay > 0, "optim.weight_decay", f"positive with mode {mode}")
     if optim.schedule == "warmup_sqrt":
-        _need(optim.warmup_steps >= 1, "optim.warmup_steps", "at least 1 with warmup_sqrt", optim.warmup_steps)
+        need(optim.warmup_steps >= 1, "optim.warmup_steps", "at least 1 with warmup_sqrt")
     if mode == "wd_free":
-        _need(optim.name == "sgd", "optim.name", "sgd with mode wd_free", optim.name)
+        need(optim.name == "sgd", "optim.name", "sgd with mode wd_free")
     used, unused = ("layer_norm", "norm") if text else ("norm", "layer_norm")  # to change the other changes nothing
-    norm = getattr(model, used)
     if precision.arithmetic is None:
-        accumulate = precision.accumulate
-        _need(accumulate is None, "precision.accumulate", "unset without precision.arithmetic", accumulate)
-        _need(precision.sums == "tree", "precision.sums", "tree without precision.arithmetic", precision.sums)
+        need(precision.accumulate is None, "precision.accumulate", "unset without precision.arithmetic")
+        need(precision.sums == "tree", "precision.sums", "tree without precision.arithmetic")
     else:
-        ours = norm == "l1" if text else norm not in ("native", "none")
-        _need(ours, f"model.{used}", "one of ours: precision.arithmetic is theirs", norm)
-    gain, has_gain = optim.gain_weight_decay, model.weight_norm == "wn"
-    _need(gain is None or has_gain, "optim.gain_weight_decay", "unset where no weight norm has a g", gain)
-    bounded = model.weight_norm not in ("none", "wn")
-    _need(model.rho == 1 or bounded, "model.rho", "1 without a bounded weight norm", model.rho)
-    _need(not model.project or bounded, "model.project", "false without a bounded weight norm", model.project)
+        ours = model.layer_norm == "l1" if text else model.norm not in ("native", "none")
+        need(ours, f"model.{used}", "one of ours: precision.arithmetic is theirs")
+    has_gain, bounded = model.weight_norm == "wn", model.weight_norm not in ("none", "wn")
+    need(optim.gain_weight_decay is None or has_gain, "optim.gain_weight_decay", "unset where no weight norm has a g")
+    need(model.rho == 1 or bounded, "model.rho", "1 without a bounded weight norm")
+    need(not model.project or bounded, "model.project", "false without a bounded weight norm")
     rescales = model.norm not in ("mean_only", "none") and model.weight_norm == "none" and not text
-    _need(model.init_scale == 1 or rescales, "model.init_scale", "1 where no norm undoes it", model.init_scale)
-    scale = model.norm_input_scale
-    _need(scale == 1 or rescales, "model.norm_input_scale", "1 where no batch norm divides by a scale", scale)
-    free, silent = model.gamma == "free", model.zero_init_residual
-    _need(free or rescales, "model.gamma", "free where no batch norm divides by a scale", model.gamma)
-    _need(free or not silent, "model.gamma", "free with zero_init_residual: the branches stay silent", model.gamma)
-    attention, plain = model.attention, model.name in ("small_cnn", "vgg11")
-    fits = attention == "dot" or model.name == "lstm"
-    _need(fits, "model.attention", "dot in networks other than an LSTM", attention)
+    need(model.init_scale == 1 or rescales, "model.init_scale", "1 where no norm undoes it")
+    need(scale == 1 or rescales, "model.norm_input_scale", "1 where no batch norm divides by a scale")
+    free = model.gamma == "free"
+    need(free or rescales, "model.gamma", "free where no batch norm divides by a scale")
+    silent = model.zero_init_residual
+    need(free or not silent, "model.gamma", "free with zero_init_residual: the branches stay silent")
+    fits = model.attention == "dot" or model.name == "lstm"
+    need(fits, "model.attention", "dot in networks other than an LSTM")
     # A truncated ReLU rescales its input, so a chain of shortcuts would explode.
-    _need(model.activation == "relu" or plain, "model.name", "small_cnn or vgg11 with activation trelu", model.name)
+    chain = model.name in ("small_cnn", "vgg11")
+    need(model.activation == "relu" or chain, "model.name", "small_cnn or vgg11 with activation trelu")
     if model.norm == "lp":
-        _need(model.p is not None and model.p >= 1, "model.p", "a number >= 1 with norm lp", model.p)
+        need(model.p is not None and model.p >= 1, "model.p", "a number >= 1 with norm lp")
     else:
-        _need(model.p is None, "model.p", f"unset with norm {model.norm}: it is lp's", model.p)
-    translator, kind = model.name in get_args(TextModel), "text" if text else "images"
-    _need(text == translator, "model.name", f"a model for {kind} ({config.data.name})", model.name)
-    default, value = getattr(ModelConfig, unused), getattr(model, unused)
-    what = f"{default} with {model.name}, whose norms model.{used} says"
-    _need(value == default, f"model.{unused}", what, value)
+        need(model.p is None, "model.p", f"unset with norm {model.norm}: it is lp's")
+    kind = "text" if text else "images"
+    need(text == (model.name in get_args(TextModel)), "model.name", f"a model for {kind} ({data.name})")
+    default = getattr(ModelConfig, unused)
+    said = f"{default} with {model.name}, whose norms model.{used} says"
+    need(value(f"model.{unused}") == default, f"model.{unused}", said)
 
 
 def to_dict(config: RunConfig) -> dict[str, Any]:
@@ -419,25 +412,15 @@ def to_json(config: RunConfig) -> str:
 
 # Settings that are younger than the published runs, whose hashes stay what they are: hashed where they are not at their
 # defaults.
-_YOUNGER = (
-    ("model", ModelConfig, "norm_input_scale"),
-    ("model", ModelConfig, "attention"),
-    ("model", ModelConfig, "project"),
-    ("model", ModelConfig, "gamma"),
-    ("model", ModelConfig, "init_scale"),
-    ("optim", OptimConfig, "gain_weight_decay"),
-    ("optim", OptimConfig, "invariant_lr"),
-    ("optim", OptimConfig, "angle_power"),
-    ("optim", OptimConfig, "invariant"),
-    ("precision", PrecisionConfig, "sums"),
-)
-# Changing these does not make another run: its finished result stays valid.
+_YOUNGER = {
+    "model": ("norm_input_scale", "attention", "project", "gamma", "init_scale"),
+    "optim": ("gain_weight_decay", "invariant_lr", "angle_power", "invariant"),
+    "precision": ("sums",),
+}
+# Settings of ``runtime`` that make no other run when they change: a finished result stays valid.
 _NOT_HASHED = {
-    "label": None,
-    "runtime": {
-        *("device", "checkpoint_every", "checkpoint_seconds", "keep_checkpoints"),
-        *("tensorboard", "threads", "side_by_side"),
-    },
+    *("device", "checkpoint_every", "checkpoint_seconds", "keep_checkpoints"),
+    *("tensorboard", "threads", "side_by_side"),
 }
 
 
@@ -456,19 +439,17 @@ def differences(a: RunConfig, b: RunConfig) -> list[str]:
 def config_hash(config: RunConfig) -> str:
     """12 hex digits over everything that decides a run's numbers."""
     table = _hashed(config)
-    for section, kind, name in _YOUNGER:
-        if table[section][name] == getattr(kind, name):
-            del table[section][name]
+    for section, names in _YOUNGER.items():
+        for name in names:
+            if table[section][name] == getattr(type(getattr(config, section)), name):
+                del table[section][name]
     return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def _hashed(config: RunConfig) -> dict[str, Any]:
     table = to_dict(config)
-    for key, inner in _NOT_HASHED.items():
-        if inner is None:
-            table.pop(key)
-        else:
-            table[key] = {k: v for k, v in table[key].items() if k not in inner}
+    del table["label"]
+    table["runtime"] = {k: v for k, v in table["runtime"].items() if k not in _NOT_HASHED}
     if config.data.name in TEXT and config.runtime.compile == "cudagraph":
         table["runtime"]["compile"] = "none"  # of text, whose runs were all eager once: those stay valid
     return table

@@ -41,28 +41,19 @@ class NormAct(nn.Module):
 
 @dataclass(frozen=True)
 class NormFactory:
-    """What every norm of a model is; made by :func:`norm_factory`.
+    """What every norm of a model is: ``ModelConfig`` says it, and what its settings mean.
 
-    ``name``: "native" (torch.nn's), "l1", "l2", "lp" (with ``p``), "linf", "topk" (with ``k``), "range", "mean_only",
-    "none" (a bias per channel). ``layer_norm``: "l2" (torch.nn's), "l1" or "none".
-
-    ``input_scale``: what a batch norm's input is multiplied with, a power of two. The norm's eps and the running
-    variance that it starts from are in the same units, so in exact arithmetic, and in float32 to the bit, nothing else
-    changes; in fp16 it decides what over- and underflows. ``init_scale``: what the initial weights before a batch norm
-    are multiplied with, which changes the units of its input in the same way.
+    ``norm_input_scale`` multiplies what a batch norm gets, ``init_scale`` the initial weights before it. The norm's eps
+    and the running variance that it starts from are in the same units. So in exact arithmetic, and for a power of two
+    in float32 to the bit, nothing else changes; in fp16 the units decide what over- and underflows.
     """
 
-    name: str = "l2"
-    p: float | None = None
-    constant: str | float = "exact"
-    k: int = 10
-    memory: str = "exact"
-    fuse: bool = True
-    activation: str = "relu"
-    layer: str = "l2"
-    input_scale: float = 1.0
-    trains_gamma: bool = True
-    init_scale: float = 1.0
+    config: ModelConfig
+
+    @property
+    def name(self) -> str:
+        """The batch norm. Beside a weight norm it is mean-only (F15), or none where ``norm`` is."""
+        return "mean_only" if self.config.weight_norm != "none" != self.config.norm else self.config.norm
 
     @property
     def rescales(self) -> bool:
@@ -71,34 +62,35 @@ class NormFactory:
 
     def batch_norm(self, channels: int, *, act: bool = False) -> NormAct:
         """Over (N, C, H, W); with ``act`` followed by the activation (after the residual)."""
-        activation = None if not act else TReLU() if self.activation == "trelu" else nn.ReLU(inplace=True)
-        fused_act = "relu" if self.fuse and isinstance(activation, nn.ReLU) else None
-        if self.name == "none":
+        name, c = self.name, self.config
+        activation = None if not act else TReLU() if c.activation == "trelu" else nn.ReLU(inplace=True)
+        fused_act = "relu" if c.fuse and isinstance(activation, nn.ReLU) else None
+        if name == "none":
             return NormAct(ChannelBias(channels), activation, fused=False)
-        units = self.input_scale * self.init_scale
+        units = c.norm_input_scale * c.init_scale
         eps = _EPS * units**2
         norm: nn.Module
-        if self.name == "native":
+        if name == "native":
             norm = nn.BatchNorm2d(channels, eps)
-        elif self.name == "mean_only":
+        elif name == "mean_only":
             norm = MeanOnlyBatchNorm2d(channels, act=fused_act)
         else:
-            p = self.p if self.name == "lp" else _P[self.name]
+            p, k = _P.get(name, c.p), c.k if name == "topk" else None
             assert p is not None  # the config checks it
-            k = self.k if self.name == "topk" else None
-            norm = LpBatchNorm2d(channels, p, eps, k=k, constant=self.constant, act=fused_act, memory=self.memory)
-        if not self.trains_gamma:
+            norm = LpBatchNorm2d(channels, p, eps, k=k, constant=c.constant, act=fused_act, memory=c.memory)
+        if c.gamma == "frozen":
             norm.weight.requires_grad_(False)  # type: ignore[operator, union-attr]
         if units != 1:
             norm.running_var.fill_(units**2)  # type: ignore[operator, union-attr]
-        fused = self.name != "native" and self.fuse and (activation is None or fused_act is not None)
-        return NormAct(norm, activation, fused, self.input_scale)
+        fused = name != "native" and c.fuse and (activation is None or fused_act is not None)
+        return NormAct(norm, activation, fused, c.norm_input_scale)
 
     def layer_norm(self, features: int) -> nn.Module:
         """Over the last dimension (F10)."""
-        if self.layer == "none":
+        kind, constant = self.config.layer_norm, self.config.constant
+        if kind == "none":
             return nn.Identity()
-        return nn.LayerNorm(features) if self.layer == "l2" else LpLayerNorm(features, 1, constant=self.constant)
+        return nn.LayerNorm(features) if kind == "l2" else LpLayerNorm(features, 1, constant=constant)
 
 
 class ChannelBias(nn.Module):
@@ -110,20 +102,3 @@ class ChannelBias(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.bias[:, None, None]
-
-
-def norm_factory(config: ModelConfig) -> NormFactory:
-    """The factory of a model. Beside a weight norm, batch norm is mean-only (F15), or none where ``norm`` is."""
-    return NormFactory(
-        name="mean_only" if config.weight_norm != "none" and config.norm != "none" else config.norm,
-        p=config.p,
-        constant=config.constant,
-        k=config.k,
-        memory=config.memory,
-        fuse=config.fuse,
-        activation=config.activation,
-        layer=config.layer_norm,
-        input_scale=config.norm_input_scale,
-        trains_gamma=config.gamma == "free",
-        init_scale=config.init_scale,
-    )

@@ -21,7 +21,7 @@ from normmatters.lab.files import write_atomic
 from normmatters.lab.report import Report, collect, draw
 from normmatters.lab.report.collect import PUBLISHED, Result, Run, published_file, read_published
 from normmatters.lab.report.judge import MARKS, Verdict
-from normmatters.lab.report.markdown import row
+from normmatters.lab.report.pages import row
 from normmatters.lab.schema import suggest
 
 __all__ = ["publish", "redraw"]

@@ -21,12 +21,11 @@ from normmatters.lab import checkpoint
 from normmatters.lab.config import RunConfig, config_hash
 from normmatters.lab.data import ImageData, Shard, TextData, load_data
 from normmatters.lab.errors import RunError, describe_error
-from normmatters.lab.execution import Execution, execution_for
+from normmatters.lab.execution import Execution, execution_for, first_process_first, from_first_process, process_group
 from normmatters.lab.files import write_atomic
 from normmatters.lab.models import Translator, build_model
 from normmatters.lab.models.layers import draw_from
 from normmatters.lab.objective import Classification, Objective, Translation
-from normmatters.lab.process_state import first_process_first, process_group
 from normmatters.lab.regimes import Regime, build_regime, find_invariant, find_recording
 from normmatters.lab.run_folder import RunFolder, RunResult
 from normmatters.lab.steps import Arithmetic, Evaluation, Stepper
@@ -82,10 +81,10 @@ def train(
             if resume:
                 folder.check(config)
                 ended = folder.ended()
-        ended = _from_first_process(ended, shard)  # all of them train, or none
+        ended = from_first_process(ended, shard)  # all of them train, or none
         if ended is not None:
             return ended
-        begun_with = _from_first_process(folder.threads() if first and resume else None, shard)
+        begun_with = from_first_process(folder.threads() if first and resume else None, shard)
         config = _with_threads(config, begun_with, device, folder.path)
         try:
             with execution.settings(config, device):
@@ -120,15 +119,6 @@ def _with_threads(config: RunConfig, begun_with: int | None, device: torch.devic
         raise RunError("other_run", f"{folder}: {problem}: {how}")
     threads = wanted or begun_with or torch.get_num_threads()
     return replace(config, runtime=replace(config.runtime, threads=threads))
-
-
-def _from_first_process(value: Any, shard: Shard) -> Any:
-    """The first process's value, in all of them."""
-    if shard.world == 1:
-        return value
-    box = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
 
 
 class TrainingRun:
@@ -294,7 +284,7 @@ class TrainingRun:
         if self.shard.rank == 0:
             where = self.device if self.shard.world == 1 else "cpu"
             state, damaged = checkpoint.load(self.folder.checkpoints, where)
-        state = _from_first_process(state, self.shard)  # the folder may be on the first process's machine only
+        state = from_first_process(state, self.shard)  # the folder may be on the first process's machine only
         self.messages += damaged
         if state is None:
             if self.shard.rank == 0:

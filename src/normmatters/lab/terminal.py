@@ -27,7 +27,7 @@ from normmatters.lab.run import RunResult, train
 from normmatters.lab.run_folder import RunFolder
 from normmatters.lab.runner import Runner
 
-__all__ = ["RunsView", "metric_text", "train_with_progress"]
+__all__ = ["RunsView", "metric_text", "show_reasons", "train_with_progress"]
 
 
 def metric_text(row: Mapping[str, Any]) -> str:
@@ -107,6 +107,13 @@ class RunsView:
 
 def _title(run: PlannedRun) -> str:
     return f"{run.id} [dim]seed {run.seed}"
+
+
+def show_reasons(console: Console, failed: list[PlannedRun]) -> None:
+    """Each once: often there is one for all, such as data that are not there."""
+    for reason in dict.fromkeys(run.reason for run in failed):
+        which = ", ".join(f"{run.id} seed {run.seed}" for run in failed if run.reason == reason)
+        console.print(f"  [red]✗[/] {which}: {escape(reason)}", highlight=False, soft_wrap=True)
 
 
 def train_with_progress(config: RunConfig, run_dir: Path, data_dir: Path | None, *, resume: bool = True) -> RunResult:

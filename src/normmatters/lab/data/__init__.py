@@ -8,13 +8,12 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from normmatters.lab.config import TEXT, DataConfig
-from normmatters.lab.data import augment, cifar10, digits, folders, images, text
+from normmatters.lab.data import augment, cifar10, folders, images, text
 from normmatters.lab.data.images import (
     Augmentation,
     EvalLoader,
@@ -29,20 +28,28 @@ from normmatters.lab.data.text import TextData
 __all__ = ["ImageData", "Shard", "TextData", "data_root", "load_data", "warm_text_cache"]
 
 RESIDENT_BYTES = 4 << 30  # a set up to this size lives on the device
-USUAL_FOLDER = {
-    "cifar10": cifar10.FOLDER,
-    "tiny_imagenet": "tiny-imagenet-200",
-    "imagefolder": "imagenet",
-    "text": "translation/multi30k",
-}
-# mean, deviation, usual augmentation
-About = tuple[tuple[float, ...], tuple[float, ...], str]
-_CIFAR = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616), "crop_flip")
+
+
+class Usual(NamedTuple):
+    """What is usual for a set. Of images of many sizes, ``side`` is what they are decoded to."""
+
+    folder: str
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+    augment: str = "none"
+    side: int = 0
+    min_scale: float = 0.25  # the smallest part of an image that a resized crop takes
+
+
 _IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225), "resized_crop")
-_DIGITS = ((0.3053,), (0.3760,), "crop")
-# A set of images of many sizes: the side to decode them to, and the smallest part of one that a resized crop takes. Of
-# 64 pixels a twelfth, which is usual for ImageNet, would be too few.
-_CROPS = {"imagefolder": (224, 0.08), "tiny_imagenet": (64, 0.25)}
+SETS = {
+    "digits": Usual("", (0.3053,), (0.3760,), "crop"),
+    "cifar10": Usual(cifar10.FOLDER, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616), "crop_flip"),
+    "tiny_imagenet": Usual("tiny-imagenet-200", *_IMAGENET, 64),  # a twelfth, as below, would be too few pixels of 64
+    "imagefolder": Usual("imagenet", *_IMAGENET, 224, 0.08),
+    "text": Usual("translation/multi30k"),
+    "numbers": Usual(""),
+}
 
 
 @dataclass(frozen=True)
@@ -82,33 +89,31 @@ def load_data(
     if config.name in TEXT:
         return text.load(config, folder, seed=seed, shard=shard, device=device, cache=cache)
     if config.name == "digits":
-        return _resident(config, *digits.load(min(config.train_size or 1437, 1437)), 10, _DIGITS, seed, device, shard)
+        return _resident(config, _digits(min(config.train_size or 1437, 1437)), 10, seed, device, shard)
     assert folder is not None
     if config.name == "cifar10":
-        usual = config.dir in (None, cifar10.FOLDER)  # which a cell may name, as another preset's set is elsewhere
-        files = cifar10.find(folder) or (cifar10.prepare(folder.parent) if usual else None)
+        in_place = config.dir in (None, cifar10.FOLDER)  # which a cell may name, as another preset's set is elsewhere
+        files = cifar10.find(folder) or (cifar10.prepare(folder.parent) if in_place else None)
         if files is None:
             raise ValueError(f"CIFAR-10: no test_batch.bin in {folder} (data.dir={config.dir!r})")
-        tensors = _shared(cifar10.load, (files,), device)
-        return _resident(config, *tensors, 10, _CIFAR, seed, device, shard)
-    side, min_scale = _CROPS[config.name]
-    train, val, classes = folders.open_splits(folder, config.image_size, side, min_scale)
+        return _resident(config, _shared(cifar10.load, (files,), device), 10, seed, device, shard)
+    usual = SETS[config.name]
+    train, val, classes = folders.open_splits(folder, config.image_size, usual.side, usual.min_scale)
     if isinstance(train, folders.ArraySource) and isinstance(val, folders.ArraySource):
         resident = config.resident if config.resident is not None else train.x.nbytes <= RESIDENT_BYTES
         if resident:
-            tensors = _shared(folders.load_arrays, (folder, config.image_size), device)
-            return _resident(config, *tensors, classes, _IMAGENET, seed, device, shard)
-    kind = _kind(config, _IMAGENET[2])
-    shape = Augmentation(kind, _margin(train.size), train.size, min_scale)
+            splits = _shared(folders.load_arrays, (folder, config.image_size), device)
+            return _resident(config, splits, classes, seed, device, shard)
+    shape = _augmentation(config, train.size)
     # Files are cropped while they are decoded; all else is done to the centre crop, on the device.
-    crop_on_read = isinstance(train, folders.FolderSource) and kind == "resized_crop"
+    crop_on_read = isinstance(train, folders.FolderSource) and shape.kind == "resized_crop"
     sources = [
         source if size is None else images.Subset(source, size)
         for source, size in ((train, config.train_size), (val, config.val_size))
     ]
     loader = StreamLoader(sources[0], config.batch_size, shape, seed, shard, device, crop_on_read=crop_on_read)
     evaluation = EvalLoader(sources[1], config.eval_batch_size, shard, device)
-    return ImageData(loader, evaluation, classes, train.channels, train.size, _IMAGENET[0], _IMAGENET[1])
+    return ImageData(loader, evaluation, classes, train.channels, train.size, usual.mean, usual.std)
 
 
 def warm_text_cache(config: DataConfig, data_dir: str | Path | None, run_folder: Path) -> None:
@@ -120,9 +125,8 @@ def warm_text_cache(config: DataConfig, data_dir: str | Path | None, run_folder:
 
 def _folder(config: DataConfig, data_dir: str | Path | None) -> Path | None:
     """Where the files of a set are; None where it is embedded."""
-    if config.name not in USUAL_FOLDER:
-        return None
-    return data_root(data_dir) / Path(config.dir or USUAL_FOLDER[config.name]).expanduser()
+    usual = SETS[config.name].folder
+    return data_root(data_dir) / Path(config.dir or usual).expanduser() if usual else None
 
 
 def _shared(read: Callable[..., Splits], where: tuple[Any, ...], device: torch.device) -> Splits:
@@ -141,40 +145,36 @@ def _on_gpu(
     return train_x.to(device), train_y.to(device), val_x.to(device), val_y.to(device)
 
 
-def _margin(size: int) -> int:
-    """Padding of the crops: 4 pixels of 32, as is usual for CIFAR, 8 of 64, 1 of 8."""
-    return max(1, size // 8)
+def _digits(train_size: int) -> Splits:
+    """The embedded set: scikit-learn's 1,797 digits, 8 × 8 pixels. What is not for training validates."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        raise ValueError("the digits set comes with scikit-learn: pip install scikit-learn") from None
+    bunch = load_digits()
+    x = torch.from_numpy(bunch.images)
+    x = (x * (255 / 16)).round().to(torch.uint8).unsqueeze(-1)  # the scanner's 17 grey levels
+    y = torch.from_numpy(bunch.target).to(torch.int64)
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(1797))  # writers are in blocks in the file
+    train, val = order[:train_size], order[train_size:]
+    return x[train], y[train], x[val], y[val]
 
 
-def _kind(config: DataConfig, usual: str) -> str:
-    if isinstance(config.augment, str):
-        return config.augment
-    return usual if config.augment else "none"
+def _augmentation(config: DataConfig, size: int) -> Augmentation:
+    usual = SETS[config.name]
+    kind = config.augment if isinstance(config.augment, str) else usual.augment if config.augment else "none"
+    margin = max(1, size // 8)  # 4 pixels of 32, as is usual for CIFAR, 8 of 64, 1 of 8
+    return Augmentation(kind, margin, size, usual.min_scale)
 
 
 def _resident(
-    config: DataConfig,
-    train_x: Tensor,
-    train_y: Tensor,
-    val_x: Tensor,
-    val_y: Tensor,
-    classes: int,
-    about: About,
-    seed: int,
-    device: torch.device,
-    shard: Shard,
+    config: DataConfig, splits: Splits, classes: int, seed: int, device: torch.device, shard: Shard
 ) -> ImageData:
-    mean, std, usual = about
-    if config.train_size is not None and config.train_size < len(train_x):
-        rows = images.keep(len(train_x), config.train_size)
-        train_x, train_y = train_x[rows], train_y[rows]
-    if config.val_size is not None and config.val_size < len(val_x):
-        rows = images.keep(len(val_x), config.val_size)
-        val_x, val_y = val_x[rows], val_y[rows]
-    size = config.image_size or train_x.shape[1]
-    train_x, val_x = (augment.resize(x, size).to(device) for x in (train_x, val_x))
-    _, min_scale = _CROPS.get(config.name, _CROPS["tiny_imagenet"])
-    augmentation = Augmentation(_kind(config, usual), _margin(size), size, min_scale)
-    train = ResidentLoader(train_x, train_y.to(device), config.batch_size, augmentation, seed, shard)
-    val = EvalLoader((val_x, val_y.to(device)), config.eval_batch_size, shard, device)
-    return ImageData(train, val, classes, train_x.shape[3], size, mean, std)
+    train, val = images.kept(splits[:2], config.train_size), images.kept(splits[2:], config.val_size)
+    size = config.image_size or train[0].shape[1]
+    train_x, val_x = (augment.resize(x, size).to(device) for x in (train[0], val[0]))
+    augmentation = _augmentation(config, size)
+    loader = ResidentLoader(train_x, train[1].to(device), config.batch_size, augmentation, seed, shard)
+    evaluation = EvalLoader((val_x, val[1].to(device)), config.eval_batch_size, shard, device)
+    usual = SETS[config.name]
+    return ImageData(loader, evaluation, classes, train_x.shape[3], size, usual.mean, usual.std)

@@ -6,24 +6,15 @@ come out on every device, resident or streamed, from any number of processes, an
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class EpochPlan:
-    """Order and random numbers of one epoch: ``order`` (n,), ``u`` (n, 5) uniform in [0, 1)."""
-
-    order: Tensor
-    u: Tensor
-
-    @classmethod
-    def draw(cls, n: int, seed: int, epoch: int) -> EpochPlan:
-        generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % (1 << 63))
-        return cls(torch.randperm(n, generator=generator), torch.rand(n, 5, generator=generator))
+def draw_epoch(n: int, seed: int, epoch: int) -> tuple[Tensor, Tensor]:
+    """Order (n,) and random numbers (n, 5), uniform in [0, 1), of one epoch."""
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % (1 << 63))
+    return torch.randperm(n, generator=generator), torch.rand(n, 5, generator=generator)
 
 
 def pad_crop(padded: Tensor, index: Tensor, u: Tensor, size: int, flip: bool) -> Tensor:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from normmatters.lab.data import augment
-from normmatters.lab.data.augment import EpochPlan
 
 # Images uint8 (N, H, W, C) and labels int64 (N,) to train with, and the same to validate with.
 Splits = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -55,6 +54,15 @@ class Subset:
 def keep(count: int, size: int) -> Tensor:
     """Which of ``count`` examples a set of ``size`` keeps."""
     return torch.randperm(count, generator=torch.Generator().manual_seed(0))[:size]
+
+
+def kept(pair: tuple[Tensor, Tensor], size: int | None) -> tuple[Tensor, Tensor]:
+    """As many of these images and labels; None: all."""
+    x, y = pair
+    if size is None or size >= len(x):
+        return pair
+    rows = keep(len(x), size)
+    return x[rows], y[rows]
 
 
 @dataclass(frozen=True)
@@ -114,12 +122,9 @@ class TrainLoader(abc.ABC):
 
         Every process draws the whole epoch and keeps its rows: the global batch does not depend on their number.
         """
-        plan, mine = EpochPlan.draw(self.count, self.seed, epoch), self.shard.slice(self.batch_size)
-        used = self.steps * self.batch_size
-        return (
-            plan.order[:used].view(self.steps, -1)[:, mine],
-            plan.u[:used].view(self.steps, self.batch_size, -1)[:, mine],
-        )
+        order, u = augment.draw_epoch(self.count, self.seed, epoch)
+        used, mine = self.steps * self.batch_size, self.shard.slice(self.batch_size)
+        return order[:used].view(self.steps, -1)[:, mine], u[:used].view(self.steps, self.batch_size, -1)[:, mine]
 
 
 class ResidentLoader(TrainLoader):
@@ -215,10 +220,8 @@ class EvalLoader:
         if isinstance(self.source, tuple):
             images, labels = self.source
             for start in starts:
-                yield (
-                    images[start : start + self.batch_size].permute(0, 3, 1, 2),
-                    labels[start : start + self.batch_size],
-                )
+                rows = slice(start, start + self.batch_size)
+                yield images[rows].permute(0, 3, 1, 2), labels[rows]
             return
         source = self.source
 
@@ -226,8 +229,6 @@ class EvalLoader:
             index = np.arange(starts[step], min(starts[step] + self.batch_size, self.count))
             return torch.from_numpy(source.read(index, None)), source.labels[torch.from_numpy(index)]
 
-        for images, labels in prefetch(read, len(starts), pin=self.device.type == "cuda"):
-            yield (
-                images.to(self.device, non_blocking=True).permute(0, 3, 1, 2),
-                labels.to(self.device, non_blocking=True),
-            )
+        for pair in prefetch(read, len(starts), pin=self.device.type == "cuda"):
+            images, labels = (tensor.to(self.device, non_blocking=True) for tensor in pair)
+            yield images.permute(0, 3, 1, 2), labels

@@ -9,12 +9,12 @@ from torch import nn
 
 from normmatters.lab.config import ModelConfig
 from normmatters.lab.data import ImageData, TextData
+from normmatters.lab.models.layers import Translator
 from normmatters.lab.models.lstm import Seq2Seq
 from normmatters.lab.models.plain import SMALL_CNN, VGG11, PlainNet
 from normmatters.lab.models.resnet import BasicBlock, Bottleneck, ResNet
 from normmatters.lab.models.transformer import Transformer
-from normmatters.lab.models.translator import Translator
-from normmatters.lab.norms import norm_factory
+from normmatters.lab.norms import NormFactory
 from normmatters.weight_norm import apply_weight_norm
 from normmatters.weight_norm.parametrizations import BoundedWeight
 
@@ -42,7 +42,7 @@ def build_image_model(config: ModelConfig, *, channels: int, classes: int, size:
     >>> build_image_model(ModelConfig("resnet20", norm="l1"), channels=3, classes=10, size=32)  # doctest: +ELLIPSIS
     ResNet(...
     """
-    norm = norm_factory(config)
+    norm = NormFactory(config)
     shape: dict[str, Any] = {"channels": channels, "classes": classes, "size": size, "width": config.width}
     residual = {**shape, "zero_init_residual": config.zero_init_residual}
     model: nn.Module
@@ -61,7 +61,7 @@ def build_image_model(config: ModelConfig, *, channels: int, classes: int, size:
 
 def build_text_model(config: ModelConfig, vocabulary: int, max_length: int) -> Translator:
     """LSTM or Transformer; sizes that the config leaves open are the paper's (``transformer_small``: half of each)."""
-    norm = norm_factory(config)
+    norm = NormFactory(config)
     usual: dict[str, dict[str, Any]] = {
         "lstm": {"layers": 2, "d_model": 512, "dropout": 0.2},
         "transformer": {"layers": 6, "d_model": 512, "heads": 8, "d_ff": 2048, "dropout": 0.1},

@@ -1,8 +1,10 @@
-"""Layers that several networks share: convolutions, dropout, and their initialisation."""
+"""What several networks share: convolutions, dropout, initialisation, and what a translator offers."""
 
 from __future__ import annotations
 
+import abc
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 from normmatters.lab.norms import NormFactory
 from normmatters.nn.activations import TReLU
 
-__all__ = ["Dropout", "conv", "draw_from", "init_weights"]
+__all__ = ["Dropout", "Translator", "conv", "draw_from", "init_weights"]
 
 
 def conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Conv2d:
@@ -69,16 +71,25 @@ def init_weights(model: nn.Module, norm: NormFactory) -> None:
             if norm.rescales:
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
                 with torch.no_grad():
-                    module.weight.mul_(norm.init_scale)  # a norm follows each of these
+                    module.weight.mul_(norm.config.init_scale)  # a norm follows each of these
             else:
-                fan_in = module.weight[0].numel()
-                nn.init.normal_(module.weight, std=_gain(norm) / math.sqrt(fan_in))
+                gain_of_relu = math.sqrt(2) if norm.name == "none" else 1 / TReLU.STD
+                gain = 1.0 if norm.config.activation == "trelu" else gain_of_relu
+                nn.init.normal_(module.weight, std=gain / math.sqrt(module.weight[0].numel()))
         elif isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=0.01)
             nn.init.zeros_(module.bias)
 
 
-def _gain(norm: NormFactory) -> float:
-    if norm.activation == "trelu":
-        return 1.0
-    return math.sqrt(2) if norm.name == "none" else 1 / TReLU.STD
+class Translator(nn.Module, abc.ABC):
+    """``model(source, target_in)`` gives logits (n, T, V). For decoding one token at a time: ``begin(source)`` gives a
+    state, ``step(tokens, state)`` the next logits (n, V) and the next state. Every tensor of a state has n rows.
+    """
+
+    classifier: nn.Module
+
+    @abc.abstractmethod
+    def begin(self, source: Tensor) -> dict[str, Any]: ...
+
+    @abc.abstractmethod
+    def step(self, tokens: Tensor, state: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]: ...

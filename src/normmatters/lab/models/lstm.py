@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from normmatters.lab.data.text import PAD
-from normmatters.lab.models.layers import Dropout
-from normmatters.lab.models.translator import Translator
+from normmatters.lab.models.layers import Dropout, Translator
 from normmatters.lab.norms import NormFactory
 
 

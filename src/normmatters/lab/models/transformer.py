@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from normmatters.lab.data.text import PAD
-from normmatters.lab.models.layers import Dropout
-from normmatters.lab.models.translator import Translator
+from normmatters.lab.models.layers import Dropout, Translator
 from normmatters.lab.norms import NormFactory
 
 
@@ -70,7 +69,9 @@ class Layer(nn.Module):
         for linear in (m for m in self.modules() if isinstance(m, nn.Linear)):
             nn.init.xavier_uniform_(linear.weight)
             nn.init.zeros_(linear.bias)
-        if norm.layer == "none":  # nothing rescales the sum of the branches: each gets its share of the variance
+        if (
+            norm.config.layer_norm == "none"
+        ):  # nothing rescales the sum of the branches: each gets its share of the variance
             branches = [self.attention.out, self.outer] + ([self.cross.out] if self.cross is not None else [])
             with torch.no_grad():
                 for linear in branches:

@@ -11,9 +11,8 @@ from normmatters.lab.experiments import experiment_names
 from normmatters.lab.files import write_atomic
 from normmatters.lab.report.collect import Collection, collect
 from normmatters.lab.report.figures import png, svg
-from normmatters.lab.report.html import page
 from normmatters.lab.report.judge import Verdict, judge_all, not_run
-from normmatters.lab.report.markdown import markdown
+from normmatters.lab.report.pages import html, markdown
 from normmatters.lab.report.sections import Section, sections_of
 
 __all__ = ["Collection", "Report", "Verdict", "collect", "draw", "judge_all", "write_report"]
@@ -66,14 +65,14 @@ def draw(collection: Collection, out: str | Path, *, command: str = "", images: 
             figures.append(_write(folder / f"{name}.svg", svg(chart, standalone=True, id=name).encode()))
             if images:
                 figures.append(_write(folder / f"{name}.png", png(chart)))
-    html = _write(Path(out) / "report.html", page(collection, sections, verdicts, missing, command).encode())
+    page = _write(Path(out) / "report.html", html(collection, sections, verdicts, missing, command).encode())
     text = _write(Path(out) / "report.md", markdown(collection, sections, verdicts, missing).encode())
     names = experiment_names()
     for path in folder.iterdir():  # there may be pictures of the user's own among them
         ours = _FIGURE.fullmatch(path.name)
         if path not in figures and ours and ours[1] in names:
             path.unlink()
-    return Report(html, text, tuple(figures), tuple(sections), tuple(verdicts), missing, collection)
+    return Report(page, text, tuple(figures), tuple(sections), tuple(verdicts), missing, collection)
 
 
 def _write(path: Path, data: bytes) -> Path:

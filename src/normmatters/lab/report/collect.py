@@ -20,7 +20,7 @@ from normmatters.lab.experiments import Cell, Paper
 from normmatters.lab.files import read_value
 from normmatters.lab.run_folder import read_metrics
 
-__all__ = ["METRICS", "Collection", "Metric", "Number", "Result", "Run", "collect", "describe", "differences"]
+__all__ = ["METRICS", "Collection", "Metric", "Result", "Run", "collect", "describe", "differences"]
 
 
 @dataclass(frozen=True)
@@ -54,19 +54,6 @@ METRICS = {
     "seconds": Metric("seconds per epoch", "seconds", "s"),
     "memory": Metric("peak memory", "peak_memory", "GiB", 1 / 2**30),
 }
-
-
-@dataclass(frozen=True)
-class Number:
-    """A mean over ``n`` seeds and their standard deviation, None with one seed."""
-
-    mean: float
-    sd: float | None
-    n: int
-
-    def text(self, digits: int = 2, unit: str = "") -> str:
-        spread = f" ± {self.sd:.{digits}f}" if self.sd is not None else ""
-        return f"{self.mean:.{digits}f}{spread}{' ' + unit if unit else ''}"
 
 
 @dataclass(frozen=True)
@@ -118,8 +105,12 @@ class Run:
         size = whole.get(data.name)
         return size if size is None else min(size, data.val_size or size)
 
+    def values(self, metric: Metric) -> list[float]:
+        """Of the epochs that have one."""
+        return [value for row in self.metrics if (value := metric.of(row)) is not None]
+
     def last(self, metric: Metric) -> float | None:
-        values = [v for row in self.metrics if (v := metric.of(row)) is not None]
+        values = self.values(metric)
         return values[-1] if values else metric.of(self.summary or {})
 
 
@@ -149,46 +140,42 @@ class Result:
         return f"{self.words['network']} on {self.words['data']}"
 
     @property
-    def diverged(self) -> bool:
-        """In at least one seed."""
-        return any(r.diverged for r in self.done)
+    def diverged(self) -> list[Run]:
+        """The runs that did."""
+        return [run for run in self.done if run.diverged]
 
     @property
     def all_diverged(self) -> bool:
-        return bool(self.done) and all(r.diverged for r in self.done)
+        return 0 < len(self.diverged) == len(self.done)
 
     @property
     def divergence(self) -> str:
         """ "diverged", and in how many seeds where it was not in all; empty where none did."""
-        count = sum(r.diverged for r in self.done)
-        return "" if not count else "diverged" + (f" in {count} of {len(self.done)} seeds" * (count < len(self.done)))
+        some = f" in {len(self.diverged)} of {len(self.done)} seeds" * (not self.all_diverged)
+        return f"diverged{some}" if self.diverged else ""
 
-    def final(self, name: str) -> Number | None:
-        """The last epoch's value over seeds (for ``seconds`` the median epoch); None where no run has it."""
-        values = list(self.by_seed(name).values())
-        if not values:
-            return None
-        return Number(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None, len(values))
+    def final(self, name: str) -> float | None:
+        """The mean of :meth:`by_seed`; None where no run has a value."""
+        values = self.by_seed(name).values()
+        return statistics.fmean(values) if values else None
 
     def by_seed(self, name: str) -> dict[int, float]:
         """The last epoch's value of each seed that has one (for ``seconds`` the median epoch)."""
         metric, found = METRICS[name], dict[int, float]()
         for run in self.done:
-            if name == "seconds":
-                epochs = [x for row in run.metrics if (x := metric.of(row)) is not None]
-                value = statistics.median(epochs) if epochs else None
-            else:
-                value = run.last(metric)
+            epochs = run.values(metric)
+            value = statistics.median(epochs) if epochs and name == "seconds" else run.last(metric)
             if value is not None and math.isfinite(value):
                 found[run.seed] = value
         return found
 
     def text(self, name: str) -> str:
-        """:meth:`final` for a table."""
-        metric, number = METRICS[name], self.final(name)
-        if self.diverged:
-            return self.divergence
-        return "–" if number is None else number.text(metric.digits, metric.unit or metric.label)
+        """Mean and standard deviation of :meth:`by_seed` for a table."""
+        metric, values = METRICS[name], self.by_seed(name).values()
+        if self.diverged or not values:
+            return self.divergence or "–"
+        spread = f" ± {statistics.stdev(values):.{metric.digits}f}" if len(values) > 1 else ""
+        return f"{statistics.fmean(values):.{metric.digits}f}{spread} {metric.unit or metric.label}"
 
     @cached_property
     def differences(self) -> list[tuple[str, str, str]]:
@@ -224,10 +211,10 @@ class Result:
 
     def sampling_error(self, name: str) -> float | None:
         """The standard error of a share of images of a validation set of this size; None of what is no such share."""
-        number, size = self.final(name), self.runs[0].val_examples
-        if number is None or not size or name not in ("accuracy", "error"):
+        mean, size = self.final(name), self.runs[0].val_examples
+        if mean is None or not size or name not in ("accuracy", "error"):
             return None
-        share = min(max(number.mean / 100, 0.5 / size), 1 - 0.5 / size)  # 0 of N is not known to be 0
+        share = min(max(mean / 100, 0.5 / size), 1 - 0.5 / size)  # 0 of N is not known to be 0
         return 100 * math.sqrt(share * (1 - share) / size)
 
     def curve(self, name: str) -> list[tuple[float, float, float, float]]:

@@ -179,8 +179,7 @@ def _compare_diverged(claim: Claim, a: Result, b: Result) -> Outcome:
 
 
 def _diverges(claim: Claim, a: Result, b: Result) -> Outcome:
-    ended = [len(run.metrics) for run in a.done if run.diverged]
-    if ended:
+    if ended := [len(run.metrics) for run in a.diverged]:
         which = f", in {len(ended)} of {len(a.done)} seeds" if len(ended) < len(a.done) else ""
         return ("open" if which else "holds"), f"loss not finite after {min(ended)} epochs{which}"
     x, y = a.by_seed(claim.metric), b.by_seed(claim.metric)
@@ -280,14 +279,14 @@ def _cheaper(claim: Claim, a: Result, b: Result) -> Outcome:
     x, y = a.final(claim.metric), b.final(claim.metric)
     if x is None or y is None:
         return "open", f"no {metric.label} recorded"
-    measured = f"{x.mean:.2f} against {y.mean:.2f} {metric.unit}"
+    measured = f"{x:.2f} against {y:.2f} {metric.unit}"
     runs = (*a.done, *b.done)
     if not all(run.alone_on_gpu for run in runs):
         return "open", f"{measured}: not from runs that had a GPU to themselves"
     if len({(run.environment.get("device"), run.environment.get("world_size", 1)) for run in runs}) > 1:
         return "open", f"{measured}: not on the same device"
     if claim.metric != "seconds":  # a peak of memory does not vary from run to run
-        return ("holds" if x.mean < y.mean else "fails"), measured
+        return ("holds" if x < y else "fails"), measured
     ours, theirs = _middle_half(a), _middle_half(b)
     measured += f" (middle half of the epochs: {ours[0]:.2f} to {ours[1]:.2f}, {theirs[0]:.2f} to {theirs[1]:.2f})"
     return ("holds" if ours[1] < theirs[0] else "fails" if ours[0] > theirs[1] else "open"), measured
@@ -295,7 +294,7 @@ def _cheaper(claim: Claim, a: Result, b: Result) -> Outcome:
 
 def _middle_half(result: Result) -> tuple[float, float]:
     """The quartiles of the seconds per epoch, over all runs."""
-    seconds = [s for run in result.done for row in run.metrics if (s := METRICS["seconds"].of(row)) is not None]
+    seconds = [value for run in result.done for value in run.values(METRICS["seconds"])]
     if len(seconds) < 2:
         return seconds[0], seconds[0]
     low, _, high = quantiles(seconds, n=4, method="inclusive")

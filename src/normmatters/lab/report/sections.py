@@ -93,8 +93,9 @@ _AXES = {"model.constant": "factor on the constant"}
 
 def _curves(panel: Panel, results: dict[str, Result]) -> tuple[Series, ...]:
     """A cell each, by epoch."""
+    metric = panel.metric
     return tuple(
-        Series(r.cell.label, tuple(r.curve(panel.metric)), panel.slots[name], r.diverged, _papers_end(r, panel.metric))
+        Series(r.cell.label, tuple(r.curve(metric)), panel.slots[name], bool(r.diverged), _papers_end(r, metric))
         for name, r in results.items()
     )
 

@@ -11,8 +11,7 @@ import torch
 
 from normmatters.lab.config import RunConfig
 from normmatters.lab.data import ImageData, TextData
-from normmatters.lab.execution import Execution
-from normmatters.lab.process_state import torch_settings, wanted_settings
+from normmatters.lab.execution import Execution, torch_settings, wanted_settings
 from normmatters.lab.side_by_side.graph_steps import GraphEvaluation, GraphStepper
 from normmatters.lab.side_by_side.graphs import CudaGraphs
 from normmatters.lab.side_by_side.rwlock import gpu
@@ -57,11 +56,7 @@ class GraphExecution(Execution):
         gpu.pause()
 
     def prepare(
-        self,
-        stepper: Stepper,
-        evaluation: Evaluation,
-        data: ImageData | TextData,
-        generator: torch.Generator | None,
+        self, stepper: Stepper, evaluation: Evaluation, data: ImageData | TextData, generator: torch.Generator | None
     ) -> tuple[Stepper, Evaluation]:
         use_small_convolutions(stepper.model)
         graphs = self._graphs = self._make_graphs(stepper.sums.device, generator)

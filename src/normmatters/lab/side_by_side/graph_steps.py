@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -72,20 +72,14 @@ class GraphEvaluation(Evaluation):
 
     def __init__(self, eager: Evaluation, graphs: CudaGraphs) -> None:
         super().__init__(eager.model, eager.objective, eager.arithmetic, eager.before_batch)
-        self._replays = _Replays(graphs, "evaluation", self.measure)
+        self._replays = _Replays(graphs, "evaluation", super().measure)
 
-    @torch.no_grad()
-    def __call__(self, batches: Iterable[Any]) -> Tensor:
-        self.model.eval()
-        self.sums.zero_()
-        for batch in batches:
-            self.before_batch()
-            if self._replays.is_new(batch):
-                with self._replays.graphs.warm_up():
-                    self.measure(batch)
-            else:
-                self._replays(batch)
-        return self.sums
+    def measure(self, batch: Any) -> None:
+        if self._replays.is_new(batch):
+            with self._replays.graphs.warm_up():
+                super().measure(batch)
+        else:
+            self._replays(batch)
 
 
 class _Replays:

@@ -1,4 +1,4 @@
-"""The page: one HTML file that needs nothing else. ``page.html`` is its Jinja template; here is what fills it."""
+"""The report as one HTML page that needs nothing else, and as Markdown: Jinja templates, and what fills them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import platform
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
@@ -15,32 +16,20 @@ from normmatters.lab.report.figures import DARK, LIGHT, legend_key, svg
 from normmatters.lab.report.judge import MARKS, Verdict
 from normmatters.lab.report.sections import Section, facts
 
-__all__ = ["page"]
+__all__ = ["html", "markdown", "row"]
 
 
-def page(
+def html(
     collection: Collection, sections: Sequence[Section], verdicts: Sequence[Verdict], not_run: str, command: str
 ) -> str:
-    """The whole report as one HTML string: figures first, then everything else, folded."""
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=StrictUndefined,
-    )
-    environment.filters |= {
-        "code": _code,
-        "grouped": _grouped,
-        "kinds": lambda found: Counter(v.verdict for v in found),
-    }
-    return environment.get_template("page.html").render(
-        collection=collection,
+    """The page: figures first, then everything else, folded."""
+    return _fill(
+        "page.html",
+        collection,
         sections=sections,
         verdicts=verdicts,
         not_run=not_run,
         command=command,
-        facts=facts(collection),
         embedded=any(run.config.data.name in ("digits", "numbers") for run in collection.runs),
         python=platform.python_version(),
         colors={"light": LIGHT, "dark": DARK},
@@ -49,6 +38,30 @@ def page(
         legend_key=lambda slot: Markup(legend_key(slot)),
         settings=_settings,
     )
+
+
+def markdown(collection: Collection, sections: Sequence[Section], verdicts: Sequence[Verdict], not_run: str) -> str:
+    """The Markdown, for a README; images are links into ``figures/`` beside it."""
+    return _fill("page.md", collection, sections=sections, verdicts=verdicts, not_run=not_run, row=row)
+
+
+def row(*cells: str) -> str:
+    """One line of a Markdown table."""
+    texts = (" ".join(cell.split()).replace("|", "\\|") for cell in cells)
+    return "|" + "|".join(f" {text} " if text else " " for text in texts) + "|"
+
+
+def _fill(template: str, collection: Collection, **values: Any) -> str:
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=template.endswith(".html"),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
+    )
+    kinds = lambda verdicts: Counter(v.verdict for v in verdicts)  # noqa: E731
+    environment.filters |= {"code": _code, "grouped": _grouped, "kinds": kinds}
+    return environment.get_template(template).render(collection=collection, facts=facts(collection), **values)
 
 
 def _code(text: str) -> Markup:
