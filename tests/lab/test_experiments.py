@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from normmatters.lab.claims import CLAIMS
 from normmatters.lab.config import differences
 from normmatters.lab.data import SETS
 from normmatters.lab.data.numerals import LIMIT, english, german, splits
-from normmatters.lab.experiments import PRESETS, load_cell, load_cells, load_file
+from normmatters.lab.experiments import PRESETS, load_cell, load_cells, load_file, matching
 from normmatters.lab.models import build_image_model
 from normmatters.lab.paper import EXPERIMENTS
 from normmatters.lab.plan import make_plan
@@ -43,7 +44,8 @@ def test_the_paper_is_covered() -> None:
         used = {*e.rows, *(name for panel in e.panels for name in panel.cells)}
         assert {f"{e.name}/{name}" for name in used} == {id for id in ids if id.startswith(f"{e.name}/")}
     for claim in CLAIMS:
-        assert {claim.a, claim.b, *([claim.c] if claim.c else [])} <= ids
+        assert claim.cells <= ids
+        assert len(claim.ids) == len(claim.cells) >= 2
 
 
 def test_the_body_is_the_papers_regime() -> None:
@@ -177,6 +179,72 @@ def test_cells_of_s4_to_s6_differ_in_one_thing() -> None:
     assert _changes("s5/bwn_trelu", "s5/bwn_alone", "small") == {"model.activation"}
 
 
+def test_cells_of_s2_differ_in_the_weights_before_a_norm_alone() -> None:
+    etas, decays = (0.025, 0.05, 0.1, 0.2, 0.4), (0.0005, 0.001, 0.002, 0.004, 0.008)
+    assert matching("s2/lr_*") == [f"s2/lr_{lr}_wd_{decay}" for lr in etas for decay in decays]
+    products: dict[str, int] = {}
+    for lr, decay in itertools.product(etas, decays):
+        cell = load_cell(f"s2/lr_{lr}_wd_{decay}")
+        assert cell.label == f"η {lr}, λ {decay}"
+        for preset in PRESETS:
+            optim = cell.config(preset).optim
+            assert (optim.invariant_lr, optim.weight_decay) == (lr, decay)
+        optim = cell.config("small").optim
+        assert (optim.lr, optim.last_layer_weight_decay, optim.decay_norms) == (0.1, 5e-4, False)
+        changes = _changes(cell.id, "s2/lr_0.1_wd_0.002", "small")
+        assert changes <= {"optim.invariant_lr", "optim.weight_decay"}
+        products[f"{lr * decay:.6g}"] = products.get(f"{lr * decay:.6g}", 0) + 1
+    assert sorted(products.values()) == [1, 1, 2, 2, 3, 3, 4, 4, 5]  # diagonals
+    for control, cell_id, c in (("scaled_2", "lr_0.4_wd_0.0005", 2.0), ("scaled_half", "lr_0.025_wd_0.008", 0.5)):
+        assert _changes(f"s2/{control}", f"s2/{cell_id}", "small") == {"model.init_scale"}
+        scaled, middle = (load_cell(f"s2/{id}").config("small") for id in (control, "lr_0.1_wd_0.002"))
+        assert scaled.model.init_scale == c
+        # c is a power of two, so that rounding is the same: to the last bit
+        assert scaled.optim.invariant_lr == c**2 * (middle.optim.invariant_lr or 0)
+        assert scaled.optim.weight_decay == middle.optim.weight_decay / c**2
+
+
+def test_cells_of_s3_and_s7_differ_in_one_thing() -> None:
+    for mode in ("wd_on", "wd_off", "corrected", "norm_schedule", "wd_free"):
+        follows = {"optim.reference"} if mode in ("corrected", "norm_schedule") else set()
+        assert _changes(f"s3/bn_{mode}", f"s3/none_{mode}", "small") == {"model.norm"} | follows
+        for norm in ("bn", "none"):
+            own = set() if mode == "wd_on" else {"optim.mode"}
+            assert _changes(f"s3/{norm}_{mode}", f"s3/{norm}_wd_on", "small") == own | follows
+    assert _changes("s7/wd_follows_lr", "s7/wd_on", "small") == {"optim.mode"}
+    assert _changes("s7/angle_sqrt10", "s7/wd_on", "small") == {"optim.mode"}
+    assert _changes("s7/angle_10", "s7/angle_sqrt10", "small") == {"optim.angle_power"}
+
+
+GRID = """
+cell = "lr_{}_wd_{}"
+label = "{} and {}"
+[grid.optim]
+lr = [0.1, 0.2]
+weight_decay = [0.0, 1e-3, 2e-3]
+[preset.quick.optim]
+lr = 0.5
+epochs = 3
+"""
+
+
+def test_a_file_may_be_a_grid_of_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "grid.toml").write_text(GRID)
+    (tmp_path / "mine" / "other.toml").write_text("")
+    monkeypatch.setattr(experiments, "folder", lambda: tmp_path)
+    cells = load_cells(["mine"])
+    assert [cell.id for cell in cells[:3]] == ["mine/lr_0.1_wd_0.0", "mine/lr_0.1_wd_0.001", "mine/lr_0.1_wd_0.002"]
+    assert [cell.name for cell in cells[3:]] == [*(f"lr_0.2_wd_{d}" for d in ("0.0", "0.001", "0.002")), "other"]
+    config = cells[4].config("quick")  # a preset changes the epochs, and not what makes the cell
+    assert (config.optim.lr, config.optim.weight_decay, config.optim.epochs) == (0.2, 1e-3, 3)
+    assert (config.experiment, config.cell, config.label) == ("mine", "lr_0.2_wd_0.001", "0.2 and 0.001")
+    assert cells[4].config("quick", overrides=["optim.lr=0.3"]).optim.lr == 0.3
+    assert matching("mine/lr_0.1_*") == [cell.id for cell in cells[:3]]
+    with pytest.raises(ValueError, match="expected one cell, got a grid of 6"):
+        load_file(tmp_path / "mine" / "grid.toml")
+
+
 def test_cells_of_s8_differ_in_their_norm_alone() -> None:
     for network, norms in (("lstm", ("none", "bwn")), ("transformer", ("l1", "bwn"))):
         for norm in norms:
@@ -242,6 +310,11 @@ def test_a_number_printed_twice_is_one_run() -> None:
         ("same_as = 'fig1/wd_on'\n[optim]\nlr = 3.0", r"same as fig1/wd_on, whose settings count: optim .* be ignored"),
         ("extends = 'twin.toml'\n[optim]\nlr = 3.0", "extends twin.toml, which is the same as fig1/wd_on: extend that"),
         ("only = [3]", r"only = \[3\]"),
+        ("grid = 3", r"lists of values, such as \[grid.optim\] lr = \[0.1, 0.2\], got grid = 3"),
+        ("grid.optim.lr = 0.1", "lists of values, such as"),
+        ("cell = 'a'\ngrid.optim.lr = [0.1]", "cell needs a {} for each of the grid's 1 settings, got 'a'"),
+        ("cell = '{}'\ngrid.optim.lr = [0.1]", "label needs a {} for each of the grid's 1 settings, got None"),
+        ("cell = '{}'\nlabel = '{}'\ngrid.optim.lr = ['x']", "optim.lr must be"),
         ("[optim", "not valid TOML"),
     ],
 )

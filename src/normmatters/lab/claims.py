@@ -9,6 +9,12 @@ differences are taken seed by seed where both cells have the same seeds (see ``r
 ``better``   holds if gap - e > 0, fails if gap + e < 0
 ``follows``  the same with a ratio: the distance of a's training loss from b's, over the distance of c's from b's (mean
              |log| over the common epochs). Holds if the interval of the ratio is at most 1/2, fails if it is above
+``departs``  the opposite of ``follows``: holds if the interval is above 1/2, or a's loss is not finite in every seed;
+             fails if it is at most 1/2. Open if b's loss is not finite: then there is nothing to depart from
+``collapses``  about the cells of a grid, whose pattern is a: the spread of their ends around the mean of those with the
+             same learning rate × weight decay, over that around the mean of those with the same learning rate, or
+             the same weight decay, whichever is less. A spread is a standard deviation, of the logarithm where the
+             metric's axis is logarithmic. Holds if the interval of the ratio is at most 1/2, fails if it is above
 ``sooner``   the same with the epochs that b and a need to reach the error ``target``, or with the metric "loss" that
              training loss: holds if the interval of b's over a's is at least ``margin``, fails if it is below
 ``diverges`` holds if a's loss is not finite in any seed, or if a ends at least ``margin`` points below b with e
@@ -18,8 +24,8 @@ differences are taken seed by seed where both cells have the same seeds (see ``r
 
 With fewer than three seeds of either cell there is no interval, and a claim stays open unless the effect is beyond any
 doubt: the loss is not finite in every seed, or the closest seeds of the two cells are further beyond the border (0, or
-the margin) than ten standard errors of a validation set of that size. Of BLEU, perplexity, ``follows`` and ``sooner``
-nothing is beyond any doubt.
+the margin) than ten standard errors of a validation set of that size. Of BLEU, perplexity and ratios nothing is
+beyond any doubt.
 
 Margins are those of the first edition. The intervals came after the runs, and were not chosen by their outcome.
 """
@@ -28,19 +34,21 @@ from __future__ import annotations
 
 import tomllib
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
-from normmatters.lab.experiments import folder, load_cell
+from normmatters.lab.experiments import folder, load_cell, matching
 from normmatters.lab.schema import build
 
 __all__ = ["CLAIMS", "Claim", "Rule"]
 
-Rule = Literal["better", "equal", "near", "follows", "diverges", "sooner", "cheaper"]
+Rule = Literal["better", "equal", "near", "follows", "departs", "collapses", "diverges", "sooner", "cheaper"]
 
 
 @dataclass(frozen=True)
 class Claim:
-    """One claim about the cells ``a``, ``b`` and, to compare with, ``c``: ids such as ``fig1/wd_on``.
+    """One claim about the cells ``a``, ``b`` and, to compare with, ``c``: ids such as ``fig1/wd_on``. With the rule
+    ``collapses``, ``a`` is a pattern such as ``s2/lr_*``, and there is no b.
 
     ``check`` is the experiment's number in the list of the paper's, or "ours". ``written`` is when the claim got its
     cells and margin. ``also`` says what else differs between its cells, ``note`` what a reader must know.
@@ -51,7 +59,7 @@ class Claim:
     text: str
     rule: Rule
     a: str
-    b: str
+    b: str = ""
     margin: float = 0.0
     metric: str = "accuracy"
     c: str | None = None
@@ -65,9 +73,18 @@ class Claim:
     def experiment(self) -> str:
         return self.a.partition("/")[0]
 
+    def __post_init__(self) -> None:
+        if (self.rule == "collapses") != (not self.b):
+            raise ValueError(f"{self.text}: rule {self.rule} with b = {self.b!r}; only collapses has none")
+
+    @cached_property
+    def ids(self) -> tuple[str, ...]:
+        """Its cells in the order in which the rule takes them."""
+        return tuple(id for name in (self.a, self.b, self.c) if name for id in matching(name))
+
     @property
     def cells(self) -> set[str]:
-        return {id for id in (self.a, self.b, self.c) if id}
+        return {*self.ids}
 
     @property
     def caveats(self) -> str:
@@ -85,6 +102,8 @@ class Claim:
             "equal": f"equal: at most {self.margin:g} {points} apart, interval included",
             "near": f"near: at most {self.margin:g} {points} worse, interval included",
             "follows": f"training loss at most half as far from {own}'s as {reference}'s is, interval included",
+            "departs": f"training loss more than half as far from {own}'s as {reference}'s is, interval included",
+            "collapses": "spread at the same product at most half of that at the same factor, interval included",
             "diverges": f"loss not finite, or at least {self.margin:g} {points} lost, interval included",
             "sooner": f"{target} in at most 1/{self.margin:g} of the epochs, interval included",
             "cheaper": f"fewer {cheaper}, alone on a GPU",

@@ -8,6 +8,8 @@ A cell file is a run's config (see ``config.py``) with a few more keys, which ar
                      has many, ``small`` with smaller networks and few epochs. The preset ``full`` is the body itself.
 ``same_as = "a/b"``  the paper prints this number twice: cell ``b`` of experiment ``a`` is the run
 ``only = ["cifar"]`` the presets that run this cell; all but ``small`` where it does not say
+``[grid.SECTION]``   settings with a list of values each: the file is a cell for each combination of them, at every
+                     preset. Its ``cell`` and ``label`` have a ``{}`` for each setting, as ``cell = "lr_{}_wd_{}"``.
 
 >>> load_cell("fig1/wd_on").config("quick", seed=0).data.name
 'digits'
@@ -17,7 +19,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any, get_args
 
@@ -36,6 +40,7 @@ __all__ = [
     "load_cell",
     "load_cells",
     "load_file",
+    "matching",
 ]
 
 PRESETS = ("quick", "small", "short", "cifar", "full")
@@ -70,6 +75,7 @@ class Cell:
     paper: Paper
     same_as: str | None = None
     only: tuple[str, ...] = _USUAL
+    point: Mapping[str, Any] = field(default_factory=dict)  # of its file's grid: what no preset changes
 
     @property
     def experiment(self) -> str:
@@ -100,6 +106,7 @@ class Cell:
         table, overrides = dict(self.table), list(overrides)
         for name in ("cifar", preset) if preset in ("small", "short") else (preset,):
             table = _config.merge(table, dict(self.presets.get(name, {})))
+        table = _config.merge(table, dict(self.point))
         if seed is not None:
             table["seed"] = seed
         if not overrides:
@@ -139,9 +146,41 @@ def experiment_names() -> list[str]:
 
 
 def load_file(path: str | Path) -> Cell:
-    """Read one cell file. Unknown keys are errors, in the preset tables as well."""
-    path = Path(path)
+    """Read the file of one cell. Unknown keys are errors, in the preset tables as well."""
+    cells = _read_cells(Path(path))
+    if len(cells) > 1:
+        raise ValueError(f"{path}: expected one cell, got a grid of {len(cells)}")
+    return cells[0]
+
+
+def _read_cells(path: Path) -> list[Cell]:
+    """The cells of a file: one, or those of its grid."""
     table = _config.read_toml(path)
+    if "grid" not in table:
+        return [_read_cell(path, table)]
+    grid = table.pop("grid")
+    lists = grid.values() if isinstance(grid, Mapping) else [grid]
+    if not all(isinstance(t, Mapping) and all(isinstance(v, list) for v in t.values()) for t in lists):
+        raise ValueError(f"{path}: expected lists of values, such as [grid.optim] lr = [0.1, 0.2], got grid = {grid!r}")
+    settings = [(section, key) for section, keys in grid.items() for key in keys]
+    for key in ("cell", "label"):
+        if not isinstance(text := table.get(key), str) or text.count("{}") != len(settings):
+            raise ValueError(
+                f"{path}: {key} needs a {{}} for each of the grid's {len(settings)} settings, got {text!r}"
+            )
+    cells = []
+    for values in product(*(grid[section][key] for section, key in settings)):
+        point: dict[str, Any] = {}
+        for (section, key), value in zip(settings, values):
+            point = _config.merge(point, {section: {key: value}})
+        names = {key: table[key].format(*values) for key in ("cell", "label")}
+        cells.append(_read_cell(path, table | names, point))
+    return cells
+
+
+def _read_cell(path: Path, table: dict[str, Any], point: Mapping[str, Any] | None = None) -> Cell:
+    """The cell of a file's table, and of a point of its grid."""
+    table = dict(table)
     said = dict(table.pop("paper", {}))
     regime = said.pop("regime", {})
     paper = replace(build(Paper, said, "paper.", str(path)), regime=regime)
@@ -164,11 +203,19 @@ def load_file(path: str | Path) -> Cell:
             if name not in PRESETS:
                 raise ValueError(f"{path}: {what.format(name)}{suggest(str(name), PRESETS)}")
     experiment, name = table.setdefault("experiment", path.resolve().parent.name), table.setdefault("cell", path.stem)
-    cell = Cell(f"{experiment}/{name}", table.get("label") or name, path, table, presets, paper, same_as, tuple(only))
+    label = table.get("label") or name
+    cell = Cell(f"{experiment}/{name}", label, path, table, presets, paper, same_as, tuple(only), point or {})
     if same_as is None:
         for preset in PRESETS:
             cell.config(preset)
     return cell
+
+
+@cache
+def _cells_of(experiment: str) -> dict[str, Cell]:
+    """The experiment's cells by name, in the order of their files."""
+    files = sorted((folder() / experiment).glob("[!_]*.toml"))
+    return {cell.name: cell for path in files for cell in _read_cells(path)}
 
 
 @cache
@@ -177,11 +224,10 @@ def load_cell(id: str) -> Cell:
     experiment, _, name = id.partition("/")
     if experiment not in (names := experiment_names()):
         raise ValueError(f"no experiment {experiment!r}{suggest(experiment, names)}")
-    path = folder() / experiment / f"{name}.toml"
-    if not path.is_file():
-        known = sorted(p.stem for p in path.parent.glob("[!_]*.toml"))
-        raise ValueError(f"no cell {name!r} in {experiment}{suggest(name, known)}")
-    return load_file(path)
+    cells = _cells_of(experiment)
+    if name not in cells:
+        raise ValueError(f"no cell {name!r} in {experiment}{suggest(name, sorted(cells))}")
+    return cells[name]
 
 
 def load_cells(names: Iterable[str] = ()) -> list[Cell]:
@@ -197,5 +243,16 @@ def load_cells(names: Iterable[str] = ()) -> list[Cell]:
             continue
         if name not in (known := experiment_names()):
             raise ValueError(f"no experiment {name!r}{suggest(name, [*known, 'all'])}")
-        cells += [load_cell(f"{name}/{p.stem}") for p in sorted((folder() / name).glob("[!_]*.toml"))]
+        cells += _cells_of(name).values()
     return cells
+
+
+def matching(id: str) -> list[str]:
+    """The ids that a pattern such as ``"s2/lr_*"`` stands for, in the order of their files; an id itself.
+
+    >>> matching("lp_weight_norm/l*"), matching("fig1/wd_on")
+    (['lp_weight_norm/l1', 'lp_weight_norm/l2', 'lp_weight_norm/linf'], ['fig1/wd_on'])
+    """
+    if "*" not in id:
+        return [id]
+    return [cell.id for cell in load_cells([id.partition("/")[0]]) if fnmatchcase(cell.id, id)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tomllib
 from dataclasses import dataclass
 
-from normmatters.lab.experiments import folder
+from normmatters.lab.experiments import folder, matching
 from normmatters.lab.schema import build
 
 __all__ = ["EXPERIMENTS", "Experiment", "Panel"]
@@ -13,12 +13,12 @@ __all__ = ["EXPERIMENTS", "Experiment", "Panel"]
 
 @dataclass(frozen=True)
 class Panel:
-    """One set of axes. ``metric`` is a quantity of ``collect.METRICS``; ``cells`` are names in the experiment; ``see``
-    says in one sentence what to look for.
+    """One set of axes. ``metric`` is a quantity of ``collect.METRICS``; ``cells`` are names in the experiment, or
+    patterns such as "lr_*" for those of a grid; ``see`` says in one sentence what to look for.
 
-    A panel shows the metric of each epoch. ``against`` names a number of the cells, such as "model.constant": it then
-    shows the metric in the end, a point per cell. ``lines`` are the labels of the lines; each joins equally many of
-    ``cells``, in their order.
+    A panel shows the metric of each epoch. ``against`` names a number of the cells, such as "model.constant", or a
+    product, "optim.lr × optim.weight_decay": it then shows the metric in the end, a point per cell. ``lines`` are the
+    labels of the lines; each joins equally many of ``cells``, in their order.
     """
 
     title: str
@@ -60,6 +60,10 @@ def _load() -> tuple[Experiment, ...]:
     path = folder() / "figures.toml"
     found = []
     for table in tomllib.loads(path.read_text(encoding="utf-8"))["experiment"]:
+        for part, key in [(table, "rows"), *((panel, "cells") for panel in table.get("panels", []))]:
+            part[key] = [
+                id.partition("/")[2] for cell in part.get(key, ()) for id in matching(f"{table['name']}/{cell}")
+            ]
         panels = tuple(build(Panel, panel, "panels.", str(path)) for panel in table.pop("panels", []))
         found.append(build(Experiment, {**table, "panels": panels}, "experiment.", str(path)))
     return tuple(found)

@@ -211,8 +211,9 @@ def _judged(report: Report) -> list[Verdict]:
 
 
 def _seeds(report: Report, claim: Claim) -> str:
-    """How many seeds both cells have; "3 and 2" where they differ."""
-    counts = dict.fromkeys(len(report.collection.results[cell].done) for cell in (claim.a, claim.b))
+    """How many seeds the cells that are compared have; "3 and 2" where they differ."""
+    compared = (claim.a, claim.b) if claim.b else claim.ids
+    counts = dict.fromkeys(len(report.collection.results[cell].done) for cell in compared)
     return " and ".join(map(str, counts))
 
 

@@ -6,6 +6,10 @@ import itertools
 import json
 import math
 import re
+import shutil
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -183,6 +187,8 @@ TOGETHER: list[set[str]] = [
     {"model.weight_norm", "optim.gain_weight_decay"},
     {"model.project", "optim.weight_decay"},
     {"optim.mode", "optim.reference"},
+    {"optim.mode", "optim.angle_power"},
+    {"model.init_scale", "optim.invariant_lr", "optim.weight_decay"},
     {"precision.arithmetic", "precision.accumulate", "precision.sums", "model.norm_input_scale"},
 ]
 
@@ -307,6 +313,101 @@ def test_who_diverges_does_not_follow(tmp_path: Path) -> None:
     claim = next(c for c in CLAIMS if c.rule == "follows" and c.a == "fig1/corrected")
     verdict = judge(claim, collect([tmp_path]))
     assert (verdict.verdict, verdict.measured) == ("fails", "WD off, step-size correction diverged")
+
+
+DEPARTS = Claim("S3", "departs", "departs", "fig1/corrected", "fig1/wd_on", c="fig1/wd_off")
+
+
+@pytest.mark.parametrize(
+    ("speeds", "verdict"),
+    [
+        ((1.44, 1.45, 1.46), "fails"),  # at 1.394 it is half as far as WD off
+        ((1.33, 1.34, 1.35), "holds"),
+        ((1.39, 1.40, 1.41), "open"),
+        ((9.0, 9.1, 9.2), "holds"),  # to the other side
+    ],
+)
+def test_departing_is_the_opposite_of_following(tmp_path: Path, speeds: tuple[float, ...], verdict: str) -> None:
+    for seed, speed in enumerate(speeds):
+        write_run(tmp_path, "fig1/wd_on", seed=seed, speed=2)
+        write_run(tmp_path, "fig1/wd_off", seed=seed, speed=1)
+        write_run(tmp_path, "fig1/corrected", seed=seed, speed=speed)
+    runs = collect([tmp_path])
+    opposite = {"holds": "fails", "fails": "holds", "open": "open"}[verdict]
+    assert judge(DEPARTS, runs).verdict == verdict
+    assert judge(replace(DEPARTS, rule="follows"), runs).verdict == opposite
+
+
+@pytest.mark.parametrize(
+    ("corrected", "wd_on", "verdict"),
+    [(3, 0, "holds"), (1, 0, "open"), (0, 3, "open"), (3, 3, "open")],  # in how many of three seeds each diverges
+)
+def test_who_diverges_departs_from_who_does_not(tmp_path: Path, corrected: int, wd_on: int, verdict: str) -> None:
+    for seed in range(3):
+        write_run(tmp_path, "fig1/wd_on", seed=seed, diverge=seed < wd_on)
+        write_run(tmp_path, "fig1/wd_off", seed=seed, speed=0.5)
+        write_run(tmp_path, "fig1/corrected", seed=seed, diverge=seed < corrected)
+    assert judge(DEPARTS, collect([tmp_path])).verdict == verdict
+
+
+COLLAPSES = Claim("S2", "collapses", "collapses", "s2/lr_*")
+
+
+def _grid(root: Path, own: Sequence[float], seeds: int = 3) -> Path:
+    """All cells of S2's grid. An accuracy falls by 2 points with each doubling of the product, and beside it a cell has
+    ``own`` of each seed, in points, if its learning rate is among the larger ones of its product, else as much less."""
+    cells = [load_cell(id) for id in COLLAPSES.ids]
+    optims = {cell.id: cell.config("small").optim for cell in cells}
+    products = {id: math.log2((o.invariant_lr or 0) * o.weight_decay / 2e-4) for id, o in optims.items()}
+    places = {id: math.log2((o.invariant_lr or 0) ** 2 / o.weight_decay / 5) for id, o in optims.items()}
+    for seed, (id, product) in itertools.product(range(seeds), products.items()):
+        middle = statistics.fmean(places[other] for other, p in products.items() if round(p) == round(product))
+        off = own[seed] * ((places[id] > middle + 1e-6) - (places[id] < middle - 1e-6))
+        write_run(root, id, preset="small", seed=seed, final=(70 - 2 * product + off) / 100)
+    return root
+
+
+def test_a_grid_collapses_if_its_spread_at_a_product_is_half_or_less(tmp_path: Path) -> None:
+    # With points of ``own`` as o, the variance at a product is 5/4 o², at a weight decay, where o works against the
+    # product, 10 - 4 o + 3/5 o²: a quarter of it at o = 1.12.
+    for name, own, verdict in (
+        ("none", (0.0, 0.0, 0.0), "holds"),
+        ("inside", (1.11, 1.11, 1.11), "holds"),
+        ("around", (1.0, 1.12, 1.24), "open"),
+        ("outside", (1.13, 1.13, 1.13), "fails"),
+    ):
+        found = judge(COLLAPSES, collect([_grid(tmp_path / name, own)]))
+        assert (found.verdict, name) == (verdict, name)
+    assert "3.16 at the same learning rate" in judge(COLLAPSES, collect([tmp_path / "none"])).measured
+    assert judge(COLLAPSES, collect([_grid(tmp_path / "two", (0.0, 0.0), seeds=2)])).verdict == "open"
+
+
+def test_a_grid_is_judged_by_its_nearer_factor(tmp_path: Path) -> None:
+    """Accuracy that goes with the learning rate alone is not explained by the product."""
+    for id in COLLAPSES.ids:
+        lr = load_cell(id).config("small").optim.invariant_lr or 0
+        for seed in range(3):
+            write_run(tmp_path, id, preset="small", seed=seed, final=0.7 + 0.01 * math.log2(lr / 0.1))
+    found = judge(COLLAPSES, collect([tmp_path]))
+    assert found.verdict == "fails"
+    assert " 0 at the same learning rate" in found.measured
+
+
+def test_a_grid_with_a_cell_that_diverged_or_is_missing_is_open(tmp_path: Path) -> None:
+    _grid(tmp_path, (0.0, 0.0, 0.0))
+    folder = tmp_path / "s2" / "lr_0.4_wd_0.008" / "seed1"
+    (folder / "summary.json").unlink()
+    (folder / "error.json").write_text(json.dumps({"kind": "nan", "message": "loss is nan"}))
+    found = judge(COLLAPSES, collect([tmp_path]))
+    assert (found.verdict, found.measured) == ("open", "η 0.4, λ 0.008 diverged in 1 of 3 seeds")
+    shutil.rmtree(folder.parent)
+    assert not [v for v in judge_all(collect([tmp_path])) if v.claim.rule == "collapses"]
+
+
+def test_only_a_grid_is_judged_without_a_second_cell() -> None:
+    for rule, b in (("collapses", "fig1/wd_on"), ("equal", "")):
+        with pytest.raises(ValueError, match="only collapses has none"):
+            replace(EQUAL, rule=rule, b=b)
 
 
 def test_l1s_gap_is_judged_from_the_runs_of_other_figures(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, quantiles
 from typing import Literal
@@ -14,7 +14,18 @@ from normmatters.lab.experiments import PRESETS, load_cell
 from normmatters.lab.report.collect import METRICS, Collection, Metric, Result, Run, differences
 from normmatters.lab.report.intervals import SEEDS_NEEDED, Interval, difference, mean_interval
 
-__all__ = ["BEYOND_DOUBT", "MARKS", "Kind", "Verdict", "compare", "compare_ratio", "judge", "judge_all", "not_run"]
+__all__ = [
+    "BEYOND_DOUBT",
+    "MARKS",
+    "Kind",
+    "Verdict",
+    "compare",
+    "compare_ratio",
+    "judge",
+    "judge_all",
+    "not_run",
+    "spread_in_groups",
+]
 
 Kind = Literal["holds", "fails", "open"]
 MARKS: dict[Kind, str] = {"holds": "✓", "fails": "✗", "open": "–"}
@@ -92,12 +103,11 @@ def _presets_from(collection: Collection) -> tuple[str, ...]:
 def judge(claim: Claim, collection: Collection) -> Verdict:
     """Judge one claim. A cell without a finished run leaves it open."""
     results = []
-    for id in (claim.a, claim.b, claim.c):
-        result = collection.results.get(id) if id else None
-        if id and (result is None or not result.done):
+    for id in claim.ids:
+        result = collection.results.get(id)
+        if result is None or not result.done:
             return Verdict(claim, "open", f"no finished run of {id}")
-        if result is not None:
-            results.append(result)
+        results.append(result)
     lengths = {result.cell.label: _trained(result) for result in results}
     if len({*lengths.values()}) > 1:  # such as one at another preset
         each = ", ".join(f"{label} on {how}" for label, how in lengths.items())
@@ -256,6 +266,50 @@ def _follows(claim: Claim, a: Result, b: Result, c: Result) -> Outcome:
     return compare_ratio(ratios, 0.5, above=False), f"{measured}: of its distance {_times(ratios)}"
 
 
+def _departs(claim: Claim, a: Result, b: Result, c: Result) -> Outcome:
+    verdict, measured = _follows(claim, a, b, c)
+    opposite: dict[Kind, Kind] = {"holds": "fails", "fails": "holds", "open": "open"}
+    return "open" if b.diverged else opposite[verdict], measured
+
+
+def _collapses(claim: Claim, *results: Result) -> Outcome:
+    for result in results:
+        if result.diverged:
+            return "open", f"{result.cell.label} {result.divergence}"
+    metric = METRICS[claim.metric]
+    ends = [result.by_seed(claim.metric) for result in results]
+    seeds = sorted(set.intersection(*({*by_seed} for by_seed in ends)))
+    if not seeds:
+        return "open", "no common seed"
+    optims = [result.config.optim for result in results]
+    factors = [(o.lr if o.invariant_lr is None else o.invariant_lr, o.weight_decay) for o in optims]
+    groupings = [[f"{x:.6g}" for x in numbers] for numbers in ([lr * d for lr, d in factors], *zip(*factors))]
+    spreads = []
+    for seed in seeds:
+        values = [math.log(max(end[seed], 1e-12)) if metric.log else end[seed] for end in ends]
+        spreads.append([spread_in_groups(values, groups) for groups in groupings])
+    logs = [math.log(max(product, 1e-12) / max(min(lr, decay), 1e-12)) for product, lr, decay in spreads]
+    ratios = mean_interval(logs, f"{len(seeds)} seeds")
+    product, lr, decay = (f"{fmean(values):.3g}" for values in zip(*spreads))
+    measured = (
+        f"standard deviation {product} at the same product, {lr} at the same learning rate, {decay} at the same decay"
+    )
+    return compare_ratio(ratios, 0.5, above=False), f"{measured}: {_times(ratios)}"
+
+
+def spread_in_groups(values: Sequence[float], groups: Sequence[Hashable]) -> float:
+    """The standard deviation around the mean of each value's group.
+
+    >>> spread_in_groups([1.0, 7.0, 10.0, 10.0], ["a", "a", "b", "b"])  # the root of (9 + 9 + 0 + 0) / (4 - 2)
+    3.0
+    """
+    members: dict[Hashable, list[float]] = {}
+    for value, group in zip(values, groups, strict=True):
+        members.setdefault(group, []).append(value)
+    squares = sum((value - fmean(group)) ** 2 for group in members.values() for value in group)
+    return math.sqrt(squares / (len(values) - len(members)))
+
+
 def _distance(a: Run, b: Run) -> float | None:
     """Mean |log a − log b| of the training loss over the epochs that both have.
 
@@ -308,5 +362,7 @@ _RULES: Mapping[Rule, Callable[..., Outcome]] = {
     "diverges": _diverges,
     "sooner": _sooner,
     "follows": _follows,
+    "departs": _departs,
+    "collapses": _collapses,
     "cheaper": _cheaper,
 }

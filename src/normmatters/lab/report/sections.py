@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -88,7 +89,11 @@ def charts(experiment: Experiment, results: dict[str, Result]) -> list[tuple[Pan
     return found
 
 
-_AXES = {"model.constant": "factor on the constant"}
+_AXES = {
+    "model.constant": "factor on the constant",
+    "optim.weight_decay": "weight decay",
+    "optim.invariant_lr × optim.weight_decay": "learning rate × weight decay",
+}
 
 
 def _curves(panel: Panel, results: dict[str, Result]) -> tuple[Series, ...]:
@@ -102,12 +107,13 @@ def _curves(panel: Panel, results: dict[str, Result]) -> tuple[Series, ...]:
 
 def _lines(panel: Panel, results: dict[str, Result]) -> tuple[Series, ...]:
     """A point for each cell that did not diverge: where it ended, with the interval over its seeds."""
-    section, _, key = panel.against.partition(".")
+    keys = [key.split(".") for key in panel.against.split(" × ")]
     points: dict[int, list[tuple[float, float, float, float]]] = {slot: [] for slot in range(len(panel.lines))}
     for name, result in results.items():
         values = [] if result.diverged else list(result.by_seed(panel.metric).values())
         if values:
-            x = float(getattr(getattr(result.cell.config(), section), key))
+            config = result.cell.config()
+            x = math.prod(float(getattr(getattr(config, section), key)) for section, key in keys)
             ends = mean_interval(values, "")
             low, high = (min(values), max(values)) if ends.e is None else (ends.mean - ends.e, ends.mean + ends.e)
             points[panel.slots[name]].append((x, ends.mean, low, high))
