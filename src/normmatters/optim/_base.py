@@ -566,14 +566,25 @@ class OptimizerWrapper(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         return self.optimizer.step(closure)
 
+    @contextmanager
+    def _with_decays(self, decays: Iterable[tuple[Group, float]]) -> Iterator[None]:
+        """Groups with these weight decays for one step."""
+        given = [(group, group["weight_decay"], decay) for group, decay in decays]
+        try:
+            for group, _, decay in given:
+                group["weight_decay"] = decay
+            yield
+        finally:
+            for group, own, _ in given:
+                group["weight_decay"] = own
+
     def _own_state(self) -> dict[str, Any]:
         return {}
 
     def _check_own_state(self, state: dict[str, Any]) -> None:
         """Raise on a state that does not fit; nothing has been loaded yet."""
 
-    def _load_own_state(self, state: dict[str, Any]) -> None:
-        return None
+    def _load_own_state(self, state: dict[str, Any]) -> None: ...
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's `state_dict` with one more key, this class's name. Hooks as in ``torch.optim``."""

@@ -143,14 +143,8 @@ class Angular(OptimizerWrapper):
         before = [list(torch._foreach_mul(part.params, 1)) for _, _, part in parts]
         # PyTorch's Nesterov adds into the gradients, which are looked at after the step: a neuron may have none.
         grads = [[g.clone() for g in part.grads] if group.get("nesterov") else part.grads for _, group, part in parts]
-        decayed = [(group, group["weight_decay"]) for _, group in angular if "weight_decay" in group]
-        try:
-            for group, _ in decayed:
-                group["weight_decay"] = 0.0
+        with self._with_decays((group, 0.0) for _, group in angular if "weight_decay" in group):
             self.optimizer.step()
-        finally:
-            for group, decay in decayed:
-                group["weight_decay"] = decay
         for (i, group, (params, _, _)), old, gs in zip(parts, before, grads):
             # The parameters become the update Δ, the copies turn towards it and are copied back: no third buffer.
             torch._foreach_sub_(params, old)

@@ -308,35 +308,31 @@ BACKENDS: dict[str, str] = {"cpu": "normmatters.kernels.cpu.optimizer_rows"}
 if not TRITON_MISSING:
     BACKENDS["cuda"] = "normmatters.kernels.triton.rows"
 _DTYPE, _SHAPE = attrgetter("dtype"), attrgetter("shape")
+_Work = Literal["ROTATED", "MEASURED"]
 
 
-def backend_of(device: torch.device) -> Any:
-    """The module of `BACKENDS` for tensors on ``device``."""
-    return importlib.import_module(BACKENDS[device.type])
+def _backend_for(work: _Work, weight: Tensor, dim: int | None, number: Tensor, alike: Sequence[Tensor]) -> Any:
+    """The module of `BACKENDS` that takes the weight: its channels are rows in memory. None where none does.
 
-
-def _are_rows(weight: Tensor, dim: int | None, work: Literal["ROTATED", "MEASURED"], *alike: Tensor) -> bool:
-    """Whether a backend takes the weight: its channels are rows in memory, and ``alike`` are laid out in the same way.
-
-    A backend gets addresses alone, so dtype, device and strides must agree.
+    A backend gets addresses alone, so ``alike`` must agree with the weight in dtype, device and strides, and the
+    numbers of its channels must be of the dtype that it is computed in.
     """
-    if dim != 0 or weight.device.type not in BACKENDS or weight.numel() == 0:
-        return False
-    if hasattr(weight, "full_tensor"):  # a shard (DTensor)
-        return False
-    if any(x.dtype != weight.dtype or x.device != weight.device for x in alike):
-        return False
-    backend = backend_of(weight.device)
-    if weight.dtype not in getattr(backend, work) or weight.numel() > backend.LONGEST_ROW * weight.shape[0]:
-        return False
-    if weight.is_contiguous() and all(x.is_contiguous() for x in alike):
-        return True
-    strides = weight.stride()
-    if any(x.stride() != strides for x in alike):
-        return False
+    if dim != 0 or weight.device.type not in BACKENDS or weight.numel() == 0 or hasattr(weight, "full_tensor"):
+        return None  # the last is a shard (DTensor)
+    backend = importlib.import_module(BACKENDS[weight.device.type])
+    dtypes = [*map(_DTYPE, alike), number.dtype]
+    if dtypes != [weight.dtype] * len(alike) + [compute_dtype(weight.dtype)]:
+        return None
+    if any(x.device != weight.device for x in (*alike, number)):
+        return None
+    length = weight.numel() // weight.shape[0]
+    if weight.dtype not in getattr(backend, work) or length > backend.LONGEST_ROW:
+        return None
+    if all(x.is_contiguous() for x in (weight, *alike)):
+        return backend
     # Each slice along dimension 0 must fill one stretch of memory, in any order inside: channels_last is dense too.
-    extent = 1 + sum((n - 1) * s for n, s in zip(weight.shape[1:], strides[1:]))
-    return extent == strides[0] == weight.numel() // weight.shape[0]
+    rows = weight.stride(0) == length and torch.ops.aten.is_non_overlapping_and_dense(weight)
+    return backend if rows and all(x.stride() == weight.stride() for x in alike) else None
 
 
 class Momentum(NamedTuple):
@@ -380,7 +376,7 @@ class _PlannedWork:
 
     def _split(
         self,
-        work: Literal["ROTATED", "MEASURED"],
+        work: _Work,
         weights: list[Tensor],
         dims: Sequence[int | None],
         numbers: Sequence[Tensor],
@@ -390,19 +386,16 @@ class _PlannedWork:
         """Plan anew.
 
         Args:
-            numbers: what there is one of per channel.
+            numbers: for each weight a tensor like that of the numbers of its channels.
             alike: lists of tensors that a backend needs laid out as the weights.
             plan: makes the plan, from the backend's module and the indices of weights.
         """
-        taken: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-        self.plain = []
+        taken: dict[Any, list[int]] = {}
         for i, (weight, dim, number) in enumerate(zip(weights, dims, numbers)):
-            beside = number.dtype == compute_dtype(weight.dtype) and number.device == weight.device
-            if beside and _are_rows(weight, dim, work, *(xs[i] for xs in alike)):
-                taken.setdefault((weight.device, weight.dtype), []).append(i)
-            else:
-                self.plain.append(i)
-        self.launches = [(indices, plan(backend_of(device), indices)) for (device, _), indices in taken.items()]
+            backend = _backend_for(work, weight, dim, number, [xs[i] for xs in alike])
+            taken.setdefault(backend and (backend, weight.device, weight.dtype), []).append(i)
+        self.plain = taken.pop(None, [])
+        self.launches = [(indices, plan(backend, indices)) for (backend, *_), indices in taken.items()]
 
 
 class ChannelRotator(_PlannedWork):
@@ -446,25 +439,32 @@ class ChannelRotator(_PlannedWork):
 
 
 class _RowWork(_PlannedWork):
-    """Work with one row of numbers for the channels of many weights."""
+    """Work with one row of numbers for the channels of many weights, which stay where they are."""
 
     def __init__(self, channels: Channels, row: Tensor) -> None:
         super().__init__()
         self.channels, self.row = channels, row
+        self.previous: list[Tensor] = []
 
-    def _run(
-        self, alike: Sequence[list[Tensor]], plan: Callable[[Any, list[int]], Any], plain: Callable[[list[int]], None]
-    ) -> None:
-        """Plain work first, then the launches; the split is renewed where it no longer fits."""
+    def _plan(self, backend: Any, indices: list[int]) -> Any:
+        """The backend's plan for some of the weights."""
+        raise NotImplementedError
+
+    def _work(self, indices: list[int]) -> None:
+        """The work on the others in plain PyTorch."""
+        raise NotImplementedError
+
+    def _run(self) -> None:
+        """The plain work, then the launches, which overwrite what it did to the whole row."""
+        weights = self.channels.weights
         # A model may be moved or change its memory format; to look is cheaper than to plan every time.
-        channels, weights = self.channels, self.channels.weights
         layout = [[*map(read, weights)] for read in (Tensor.data_ptr, Tensor.stride, _DTYPE)]
         if layout != self._layout:
-            numbers = self.row[: channels.total].split(channels.sizes)
-            self._split("MEASURED", weights, channels.dims, numbers, alike, plan)
+            alike = [self.previous] if self.previous else []
+            self._split("MEASURED", weights, self.channels.dims, [self.row] * len(weights), alike, self._plan)
             self._layout = layout
         if self.plain:
-            plain(self.plain)
+            self._work(self.plain)
         with on_device(self.row.device):
             for _, launch in self.launches:
                 launch()
@@ -480,12 +480,9 @@ class ChannelMeter(_RowWork):
     """
 
     def __init__(self, channels: Channels, angle: bool) -> None:
-        total = channels.total
-        row = torch.zeros(total * (2 if angle else 1), dtype=channels.dtype, device=channels.device)
+        row = torch.zeros(channels.total * (2 if angle else 1), dtype=channels.dtype, device=channels.device)
         super().__init__(channels, row)
-        self.previous: list[Tensor] = []
         self._angle = angle
-        self._distance = channels.new_row() if angle else row
 
     def start(self) -> None:
         """Take the present weights as those of the last reading."""
@@ -496,34 +493,31 @@ class ChannelMeter(_RowWork):
     @torch.no_grad()
     def read_(self) -> Tensor:
         """Measure all channels; returns `row`, which the next reading overwrites. No host sync."""
-        self._run([self.previous] if self.previous else [], self._plan, self._measure)
+        self._run()
         return self.row
 
     def _plan(self, backend: Any, indices: list[int]) -> Any:
-        norms, *tangents = self._parts(self.row)
+        norms, *tangents = [part.split(self.channels.sizes) for part in self.row.split(self.channels.total)]
         lists = [self.channels.weights, norms, *((self.previous, *tangents) if self._angle else ())]
         return backend.RowNormsPlan(*([xs[i] for i in indices] for xs in lists))
 
-    def _parts(self, row: Tensor) -> list[tuple[Tensor, ...]]:
-        """Views of each weight's numbers, made when needed: those of a pickled copy would be of other memory."""
-        return [part.split(self.channels.sizes) for part in row.split(self.channels.total)]
+    def _work(self, indices: list[int]) -> None:
+        channels, total = self.channels, self.channels.total
+        weights, old = [channels.weights[i] for i in indices], self.row[:total].clone() if self._angle else None
 
-    def _measure(self, indices: list[int]) -> None:
-        weights, dims, norms = self.channels.weights, self.channels.dims, self._parts(self.row)[0]
-        total = self.channels.total
-        old = self.row[:total].clone() if self._angle else self.row
-        for i in indices:
-            channel_norms(weights[i], dims[i], out=norms[i])
-        if not self._angle:
-            return
-        now, before = [weights[i] for i in indices], [self.previous[i] for i in indices]
-        distances = self._parts(self._distance)[0]
-        torch._foreach_sub_(before, now)
-        for i in indices:
-            channel_norms(self.previous[i], dims[i], out=distances[i])
-        torch._foreach_copy_(before, now)
-        # On the whole row, in few operations; a backend overwrites the tangents of its weights afterwards.
-        self.row[total:] = half_angle_tangent(old, self.row[:total], self._distance)
+        def measure(tensors: list[Tensor], row: Tensor) -> None:
+            parts = row.split(channels.sizes)
+            for i, tensor in zip(indices, tensors):
+                channel_norms(tensor, channels.dims[i], out=parts[i])
+
+        measure(weights, self.row[:total])
+        if old is not None:
+            previous, distance = [self.previous[i] for i in indices], channels.new_row()
+            torch._foreach_sub_(previous, weights)
+            measure(previous, distance)
+            torch._foreach_copy_(previous, weights)
+            # On the whole row, in few operations; a backend overwrites the tangents of its weights afterwards.
+            self.row[total:] = half_angle_tangent(old, self.row[:total], distance)
 
 
 class ChannelScaler(_RowWork):
@@ -537,12 +531,12 @@ class ChannelScaler(_RowWork):
     @torch.no_grad()
     def scale_(self) -> None:
         """Scale the weights by what ``row`` holds now. No host sync."""
-        self._run([], self._plan, self._scale)
+        self._run()
 
     def _plan(self, backend: Any, indices: list[int]) -> Any:
         lists = (self.channels.weights, self.row.split(self.channels.sizes))
         return backend.RowScalesPlan(*([xs[i] for i in indices] for xs in lists))
 
-    def _scale(self, indices: list[int]) -> None:
+    def _work(self, indices: list[int]) -> None:
         factors = self.channels.broadcast(self.row)
         torch._foreach_mul_([self.channels.weights[i] for i in indices], [factors[i] for i in indices])

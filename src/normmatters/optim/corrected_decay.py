@@ -97,20 +97,11 @@ class CorrectedWeightDecay(OptimizerWrapper):
         """One step of the wrapped optimizer with λ_t = λ·η_t/η_max in the corrected groups."""
         if is_capturing():
             raise ValueError("CorrectedWeightDecay reads the learning rate on the host: it cannot be captured")
-        corrected = [group for group in self.param_groups if group.get("corrected")]
-        decays = [self._decay(group) for group in corrected]
-        given = [group["weight_decay"] for group in corrected]
-        try:
-            for group, decay in zip(corrected, decays):
-                group["weight_decay"] = decay
+        decays = []
+        for group in (group for group in self.param_groups if group.get("corrected")):
+            lr, max_lr = host_value(group["lr"]), group["max_lr"]
+            if lr > max_lr * (1 + 1e-6):  # schedules round
+                raise ValueError(f"lr {lr:g} is above max_lr {max_lr:g}: give max_lr, the largest of the schedule")
+            decays.append((group, group["weight_decay"] * lr / max_lr))
+        with self._with_decays(decays):
             return self.optimizer.step(closure)
-        finally:
-            for group, decay in zip(corrected, given):
-                group["weight_decay"] = decay
-
-    def _decay(self, group: Group) -> float:
-        """λ_t."""
-        lr, max_lr = host_value(group["lr"]), group["max_lr"]
-        if lr > max_lr * (1 + 1e-6):  # schedules round
-            raise ValueError(f"lr {lr:g} is above max_lr {max_lr:g}: give max_lr, the largest of the schedule")
-        return group["weight_decay"] * lr / max_lr  # type: ignore[no-any-return]

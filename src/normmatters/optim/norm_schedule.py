@@ -127,17 +127,14 @@ class NormSchedule(LRScheduler):
             now, then = len(self.optimizer.param_groups), len(self.base_lrs)
             raise ValueError(f"the optimizer has {now} parameter groups and had {then}: add groups before NormSchedule")
         self._channels.check_norms_stay_free(self.optimizer, {*self._groups})
-        factors = self._source.advance(initial)
-        self._rescale(factors)
-        self._factors = factors
+        self._rescale(self._source.advance(initial))
         super().step()
 
     @torch.no_grad()
     def _rescale(self, factors: list[float]) -> None:
-        channels = self._channels
         changes: list[tuple[Tensor, float]] = []
-        target = self._source.target(channels)
-        for name, w, new, old in zip(channels.names, channels.weights, factors, self._factors):
+        target = self._source.target()
+        for name, w, new, old in zip(self._channels.names, self._channels.weights, factors, self._factors):
             if new == old:
                 continue
             if target is None:
@@ -154,6 +151,7 @@ class NormSchedule(LRScheduler):
             norms = self._meter.read_()
             self._scaler.row.copy_(torch.where(norms == 0, 1.0, target / norms))  # a pruned channel stays 0
             self._scaler.scale_()
+        self._factors = factors
 
     def get_lr(self) -> list[float | Tensor]:
         """The optimizer's learning rates; those of the other groups as scheduled."""
@@ -221,20 +219,17 @@ class _FromSchedule:
             )
         self._initial, self._groups, self._power = initial, groups, power
         self._shadow.step()  # so that PyTorch does not warn of a scheduler before its optimizer
-        self._factors()  # raises on a learning rate of 0
+        self.advance(True)  # raises on a learning rate of 0
 
     def advance(self, initial: bool) -> list[float]:
         if not initial:
             self._scheduler.step()
-        return self._factors()
-
-    def _factors(self) -> list[float]:
         lrs = [self.lr(g, 0.0) for g in self._groups]
         if not min(lrs) > 0:
             raise ValueError(f"the schedule sets the learning rate {min(lrs)}: the norm would be infinite")
         return [(self._initial[g] / lr) ** self._power for g, lr in zip(self._groups, lrs)]
 
-    def target(self, channels: Channels) -> Tensor | None:
+    def target(self) -> Tensor | None:
         return None
 
     def lr(self, group: int, base: float) -> float:
@@ -264,28 +259,26 @@ class _FromRecording:
         # One more entry for the norms after the last step.
         self._lr = [torch.cat([lr, lr[-1:]]) for lr in per_step]
         factors = torch.stack([(own / lr) ** power for own, lr in zip(lrs, self._lr)], 1)  # [T+1, weights]
-        self._factors = factors
         scale = factors
         if form == "exact":
             decay = decays(recording, channels.names)
             scale = factors * (1 - torch.cat([decay, decay[-1:]])) ** power
+        self._factors: list[list[float]] = factors.tolist()
+        self._channels, self._rows, self._t = channels, rows.tolist(), 0
         self._sizes = torch.tensor(channels.sizes, device=channels.device)
         self._table = recording.table(channels).to(channels.device, channels.dtype)
         self._scale = scale.to(channels.device, channels.dtype)
-        self._rows = rows.tolist()
-        self._t = 0
 
     def advance(self, initial: bool) -> list[float]:
         t = 0 if initial else self._t + 1
         if t > self._steps:
             raise ValueError(f"the recording holds {self._steps} steps, all of them were taken")
         self._t = t
-        return cast(list[float], self._factors[t].tolist())
+        return self._factors[t]
 
-    def target(self, channels: Channels) -> Tensor | None:
-        return self._table[self._rows[self._t]] * self._scale[self._t].repeat_interleave(
-            self._sizes, output_size=channels.total
-        )
+    def target(self) -> Tensor | None:
+        scale = self._scale[self._t].repeat_interleave(self._sizes, output_size=self._channels.total)
+        return self._table[self._rows[self._t]] * scale
 
     def lr(self, group: int, base: float) -> float:
         """Groups without recorded weights follow the first recorded weight's learning rate."""
