@@ -76,10 +76,12 @@ docs: $(VENV)/.installed-docs
 	$(BIN)/python -m sphinx -q -W --keep-going -b html -c docs/_site build/docs site
 	@echo "The site: $(CURDIR)/site/index.html"
 
-# The pictures of the cards, drawn again by the examples: about a minute and a half on one core.
+# The pictures of the cards, drawn again by the examples, and the tutorial's outputs with its notebook: about two minutes
+# on one core.
 docs-images: $(VENV)/.installed-lab
 	for script in examples/*.py; do $(BIN)/python $$script docs/img/$$(basename $$script .py).png || exit 1; done
 	rm -f docs/img/*.safetensors
+	$(BIN)/python docs/_site/tutorial.py
 
 $(VENV)/.installed-docs: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

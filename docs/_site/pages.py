@@ -27,6 +27,7 @@ _FENCE = re.compile(r"(^ *```.*?^ *```)", re.DOTALL | re.MULTILINE)
 # The tree beside every page: captions, pages in their order, and short titles. A page that is missing fails the build.
 TREE = {
     "Start": {
+        "tutorial": "Tutorial",
         "methods": "Every method",
         "cli": "Command line",
         "contributing": "Contributing",

@@ -24,6 +24,7 @@ OPTIONAL = {
     *("sklearn", "tensorboard", "timm", "torchao", "torchvision", "transformers"),
 }
 WITH_PYTHON = [page for page in PAGES if any(block.language == "python" for block in blocks(read(page)))]
+WITH_PYTHON.remove(ROOT / "docs" / "tutorial.md")  # which tests/docs/test_tutorial.py runs, as a notebook
 
 
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=name)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
+import importlib
 import re
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 import normmatters as nm
 from normmatters.lab.claims import CLAIMS
 from support.markdown_pages import ROOT, links, read
+from support.site_scripts import site_module
 
 DOCS = ROOT / "docs"
 
@@ -93,17 +93,7 @@ def test_each_formula_is_cited_where_it_is_computed(number: int) -> None:
 # Workflows
 
 
-def _site_module(stem: str) -> ModuleType:
-    """A script of the site, by its path: the folder is no package."""
-    spec = importlib.util.spec_from_file_location(f"site_{stem}", DOCS / "_site" / f"{stem}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-matrix = _site_module("matrix")
+matrix = site_module("matrix")
 
 
 @pytest.mark.parametrize("row", matrix.rows(), ids=lambda row: row["workflow"])

@@ -53,6 +53,8 @@ def test_a_figure_of_some_weights(recording: Recording, tmp_path: Path) -> None:
     plot(recording, tmp_path / "norms.png", names=["0.weight"])
     assert (tmp_path / "norms.png").read_bytes()[:4] == b"\x89PNG"
     recording.plot(tmp_path / "all.png")
+    figure = recording.plot()  # for a notebook: nothing is saved
+    assert [axes.get_title() for axes in figure.axes] == ["norm", "effective step size", "angle"]
     assert (tmp_path / "all.png").read_bytes() != (tmp_path / "norms.png").read_bytes()
     with pytest.raises(ValueError, match="no 'nothing'"):
         plot(recording, tmp_path / "norms.png", names=["nothing"])

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from normmatters.optim.recording import Recording
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
-def plot(recording: Recording, path: str | os.PathLike[str], *, names: list[str] | None = None) -> None:
-    """Save a figure with a panel each for layer norm, effective step size and angle (medians over channels).
+
+def plot(recording: Recording, path: str | os.PathLike[str] | None = None, *, names: list[str] | None = None) -> Figure:
+    """Draw a figure with a panel each for layer norm, effective step size and angle (medians over channels).
 
     Args:
+        path: the file to save it to; None saves none. A notebook shows the figure that is returned.
         names: the weights to draw; None draws all.
     """
     try:
@@ -33,7 +37,9 @@ def plot(recording: Recording, path: str | os.PathLike[str], *, names: list[str]
         axes.set(title=title.replace("_", " "), xlabel="step", yscale="log")
     if len(drawn) <= 10:
         figure.axes[0].legend(fontsize=6)
-    figure.savefig(os.fspath(path), dpi=80)
+    if path is not None:
+        figure.savefig(os.fspath(path), dpi=80)
+    return figure
 
 
 def to_tensorboard(recording: Recording, writer: Any, *, prefix: str = "norms", every: int = 1) -> None:

@@ -294,9 +294,9 @@ class Recording:
             raise ValueError(f"{os.fspath(path)} is damaged: its names and shapes do not give its signature")
         return recording
 
-    def plot(self, path: str | os.PathLike[str], *, names: list[str] | None = None) -> None:
-        """Save a figure of norms, effective step sizes and angles: see :func:`normmatters.optim.plotting.plot`."""
-        importlib.import_module("normmatters.optim.plotting").plot(self, path, names=names)
+    def plot(self, path: str | os.PathLike[str] | None = None, *, names: list[str] | None = None) -> Any:
+        """Draw norms, effective step sizes and angles: see :func:`normmatters.optim.plotting.plot`."""
+        return importlib.import_module("normmatters.optim.plotting").plot(self, path, names=names)
 
     def to_tensorboard(self, writer: Any, *, prefix: str = "norms", every: int = 1) -> None:
         """Write them as scalars: see :func:`normmatters.optim.plotting.to_tensorboard`."""
