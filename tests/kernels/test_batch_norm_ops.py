@@ -39,7 +39,7 @@ def forward_arguments(
     link = None
     if linked and with_residual:
         tensors[-1], link = tensors[-1].detach(), torch.zeros(1, device=DEVICE).expand(SHAPE).requires_grad_()
-    statistic = (0.3, EPS, kind, KINDS[kind][1] or 0, constant_of(kind))
+    statistic = (0.3, kind, KINDS[kind][1] or 0, constant_of(kind), EPS)
     batches = torch.zeros((), dtype=torch.int64, device=DEVICE)
     return (*tensors, link, *buffers, batches, *statistic, relu, lean, True, linked)
 
@@ -201,7 +201,7 @@ def kept_by_layer(channels: int, pixels: int, with_residual: bool) -> tuple[int,
     weight, bias = (torch.empty(channels, device="meta", requires_grad=True) for _ in range(2))
     (y, *_), packed = saved_tensors(
         lambda: torch.ops.normmatters.batch_norm_forward(
-            x, weight, bias, residual, None, None, None, None, 0.1, EPS, "l1", 0, 1.25, True, True, True, False
+            x, weight, bias, residual, None, None, None, None, 0.1, "l1", 0, 1.25, EPS, True, True, True, False
         )
     )
     assert sum(t.shape == y.shape for t in packed) == (0 if with_residual else 1)  # the output

@@ -115,7 +115,7 @@ def test_what_the_compiler_makes_of_a_network():
 def arguments(x: Tensor) -> tuple:
     zeros = torch.zeros(3, device=DEVICE)
     running = zeros, torch.ones_like(zeros), torch.zeros((), dtype=torch.int64, device=DEVICE)
-    return x, None, None, None, None, *running, 0.1, EPS, "l1", 0, 1.25, False, False, x.requires_grad, False
+    return x, None, None, None, None, *running, 0.1, "l1", 0, 1.25, EPS, False, False, x.requires_grad, False
 
 
 class Seen(TorchDispatchMode):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import pkgutil
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytest.importorskip("triton")
 
@@ -39,7 +41,10 @@ class CudaLauncher:
 class Kernel:
     """A kernel that notes who launches it, and compiles to a launcher that does."""
 
-    def __init__(self, scratch: int = 0) -> None:
+    def __init__(self, scratch: int = 0, *, tensors: int = 2, numbers: int = 1) -> None:
+        pointers, others = (f"t{i}_ptr" for i in range(tensors)), (f"number{i}" for i in range(numbers))
+        self.arg_names = [*pointers, "rows", "cols", *others, "BLOCK", "EVEN", "OVERLAP"]
+        self.__name__ = "kernel"
         self.calls: list = []
         self.run = CudaLauncher(self.calls, scratch)
 
@@ -63,7 +68,7 @@ def one_stream_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def launch_of(kernel: Kernel) -> Launch:
-    return Launch(kernel, (8, 3), (10, 20), {"BLOCK": 64, "EVEN": True}, overlaps=True)
+    return Launch(kernel, (8, 3), {"rows": 10, "cols": 20, "BLOCK": 64, "EVEN": True, "unused": 1})
 
 
 def test_the_second_launch_goes_to_the_compiled_kernel():
@@ -80,7 +85,7 @@ def test_the_second_launch_goes_to_the_compiled_kernel():
 
 
 def test_a_pointer_that_is_not_aligned_goes_another_way_and_changes_nothing():
-    kernel = Kernel()
+    kernel = Kernel(numbers=0)
     launch = launch_of(kernel)
     x = torch.zeros(64)
     launch((x[1:], x))  # what was compiled for this pointer is not kept
@@ -93,7 +98,7 @@ def test_a_pointer_that_is_not_aligned_goes_another_way_and_changes_nothing():
 
 def test_a_whole_number_is_compiled_as_any_other():
     """A momentum of 1 or an eps of 0 may come as integers. Compiled as such, the kernel would not take the next one."""
-    kernel = Kernel()
+    kernel = Kernel(tensors=1, numbers=2)
     launch = launch_of(kernel)
     x = torch.zeros(64)
     launch((x,), (1, 0))
@@ -105,7 +110,7 @@ def test_a_whole_number_is_compiled_as_any_other():
 @pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
 @pytest.mark.parametrize("replaced", [False, True])
 def test_while_somebody_listens_triton_launches(name, replaced, monkeypatch):
-    kernel = Kernel()
+    kernel = Kernel(tensors=1, numbers=0)
     launch = launch_of(kernel)
     tensors = (torch.zeros(64),)
     launch(tensors)
@@ -127,7 +132,7 @@ def test_while_somebody_listens_triton_launches(name, replaced, monkeypatch):
 def test_a_launcher_that_is_not_known_is_called_as_it_is(version, scratch, monkeypatch):
     """Where the kernel wants scratch memory, or Triton's launcher may be another one."""
     monkeypatch.setattr(triton, "__version__", version)
-    kernel = Kernel(scratch)
+    kernel = Kernel(scratch, tensors=1, numbers=0)
     launch = launch_of(kernel)
     x = torch.zeros(64)
     launch((x,))
@@ -142,7 +147,7 @@ def test_each_device_has_its_own_compiled_kernel_and_stream():
         def get_device(self) -> int:
             return 1
 
-    kernel = Kernel()
+    kernel = Kernel(tensors=1, numbers=0)
     launch = launch_of(kernel)
     here, there = torch.zeros(64), torch.zeros(64).as_subclass(OnDevice1)
     for tensor in (here, there, here, there):
@@ -160,9 +165,36 @@ def test_plans_are_kept_for_so_many_shapes_and_no_more():
         for value in vars(importlib.import_module(one.name)).values():
             if hasattr(value, "cache_parameters"):
                 found[f"{value.__module__}.{value.__qualname__}"] = value.cache_parameters()["maxsize"]
-    assert len(found) > 15
+    assert len(found) > 10
     assert {name.rpartition(".")[2] for name, most in found.items() if most is None} <= by_device
     for n in range(normmatters.kernels.MAX_PLANS + 50):
         assert layout.view_of_shape((2, n + 1, 3), True) == (2, 3 * (n + 1), 3)
     assert layout.view_of_shape.cache_info().currsize == normmatters.kernels.MAX_PLANS
     layout.view_of_shape.cache_clear()
+
+
+def test_kernels_share_values_and_tensors_by_name():
+    first, second = Kernel(numbers=0), Kernel(tensors=1)
+    launches = launch_of(first), launch_of(second)
+    x, y = torch.zeros(64), torch.zeros(64)
+    for _ in range(2):
+        module.launch(launches, {"t1_ptr": y, "t0_ptr": x}, (0.5,))
+    assert first.calls[0] == ("Triton", (x, y))
+    assert second.calls[0] == ("Triton", (x, 10, 20, 0.5))
+    assert first.calls[1][1][-7:] == (x.data_ptr(), y.data_ptr(), 10, 20, 64, True, None)
+    assert second.calls[1][1][-7:] == (x.data_ptr(), 10, 20, 0.5, 64, True, None)
+
+
+def test_a_signature_in_another_order_is_refused():
+    kernel = Kernel(numbers=2)
+    kernel.arg_names.insert(0, "number2")
+    with pytest.raises(TypeError, match="tensors first"):
+        launch_of(kernel)
+
+
+@pytest.mark.parametrize("kind", ["meta", "fake"])
+def test_tensors_without_memory_launch_nothing(kind):
+    kernel = Kernel(tensors=1, numbers=0)
+    with FakeTensorMode() if kind == "fake" else contextlib.nullcontext():
+        launch_of(kernel)((torch.empty(64, device="cpu" if kind == "fake" else "meta"),))
+    assert kernel.calls == []

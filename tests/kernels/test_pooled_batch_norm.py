@@ -258,13 +258,13 @@ def arguments(save: bool = True) -> tuple:
     x, constant = made((2, 3, 4, 3), "channels_last"), Norm(1).scale_constant(24)
     tensors = [t.requires_grad_() if save else t for t in (x, *parameters(3).values())]
     running = (*(torch.rand(3, device=DEVICE) for _ in range(2)), torch.zeros((), dtype=torch.int64, device=DEVICE))
-    return (*tensors, *running, 0.3, EPS, constant, save)
+    return (*tensors, *running, 0.3, constant, EPS, save)
 
 
 def test_opcheck():
     given = arguments()
     torch.library.opcheck(torch.ops.normmatters.pooled_batch_norm_forward, given, test_utils=CHECKS)
-    _, weight, *_, constant, _ = given
+    _, weight, *_, constant, _, _ = given
     with torch.no_grad():
         _, *saved = torch.ops.normmatters.pooled_batch_norm_forward(*given)
     g = torch.randn(2, 3, 2, 2, device=DEVICE)

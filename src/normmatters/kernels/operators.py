@@ -1,15 +1,16 @@
 """How an operation with a gradient is registered: as an eager autograd node, and as operators for the compiler.
 
-:class:`Operator` does all of it. In eager mode the kernels are called from a :class:`torch.autograd.Function`, since
-PyTorch's dispatcher takes longer to reach a Python operator and its autograd formula than a small layer's kernels run.
+:class:`Operator` does all of it, for every backend. In eager mode the kernels are called from a
+:class:`torch.autograd.Function`, since PyTorch's dispatcher takes longer to reach a Python operator and its autograd
+formula than a small layer's kernels run.
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -28,28 +29,153 @@ def _keys(backend: str) -> tuple[int, int]:
 
 _PLAIN = frozenset((*_keys("CPU"), *_keys("CUDA")))
 
+_TYPES: dict[Any, str] = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    float: "float",
+    int: "int",
+    bool: "bool",
+    str: "str",
+    torch.dtype: "ScalarType",
+}
 
-_kernels: dict[str, Callable[..., Any]] = {}
+
+def _schema(arguments: dict[str, Any], changes: Sequence[str], results: int) -> str:
+    """The schema of an operator with these arguments, some of which it changes in place."""
+    types = {name: _TYPES[annotation] for name, annotation in arguments.items()}
+    for mark, name in zip("abcdefgh", changes, strict=False):
+        types[name] = types[name].replace("Tensor", f"Tensor({mark}!)")
+    return f"({', '.join(f'{type} {name}' for name, type in types.items())}) -> ({', '.join(['Tensor'] * results)})"
 
 
-def register(name: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """Give the operator ``normmatters::name``, defined in `LIBRARY`, its kernel and its shapes.
+class Operator:
+    """An operation with a gradient, ``torch.ops.normmatters.<name>_forward`` and ``_backward``, and its eager node.
 
-    The kernel runs on the device of the operator's first argument, a tensor.
+    The operators' arguments follow from the functions' annotations. The kernels run on the device of the first
+    argument, a tensor.
+
+    Args:
+        name: of the operators.
+        options: a NamedTuple; its fields follow the tensors among the forward operator's arguments. With ``links`` it
+            has a field ``linked``: whether the operation returns a link after its output (see
+            :mod:`normmatters.kernels.triton.batch_norm.operator`).
+        forward: ``(*tensors, options) -> (output, ...)``, launches kernels. A result may be None.
+        save: ``(ctx, tensors, options, results)``, saves for the backward pass what it needs of them.
+        backward: ``(g, ...)``, launches kernels. A result may be None.
+        gradients: ``(ctx, backward, g, link)``, the gradient of each tensor, by calling ``backward``, which is the
+            function or the operator. ``link`` is the gradient that came through the link, or None.
+        fake_forward, fake_backward: the same as ``forward`` and ``backward`` from shapes and dtypes alone. They may be
+            left out if those do nothing but allocate and :func:`~normmatters.kernels.triton.launch.launch`.
+        twice: ``(ctx, g)``, the gradient of each tensor where it is to be differentiated in turn; an error without.
+        changes: the options that are changed in place.
+        links: whether the operation can return a link.
     """
 
-    def there(first: Tensor, *others: Any) -> Any:
+    def __init__(
+        self,
+        name: str,
+        *,
+        options: type[Any],
+        forward: Callable[..., tuple[Any, ...]],
+        save: Callable[..., None],
+        backward: Callable[..., tuple[Any, ...]],
+        gradients: Callable[..., tuple[Any, ...]],
+        fake_forward: Callable[..., tuple[Any, ...]] | None = None,
+        fake_backward: Callable[..., tuple[Any, ...]] | None = None,
+        twice: Callable[..., tuple[Any, ...]] | None = None,
+        changes: Sequence[str] = (),
+        links: bool = False,
+    ) -> None:
+        *tensor_names, _ = inspect.signature(forward).parameters
+        tensors, of_forward, of_backward = len(tensor_names), get_type_hints(forward), get_type_hints(backward)
+        arguments = {name: of_forward[name] for name in tensor_names} | get_type_hints(options)
+        results = [len(get_args(hints.pop("return"))) for hints in (of_forward, of_backward)]
+        LIBRARY.define(f"{name}_forward" + _schema(arguments, changes, results[0] + links))
+        LIBRARY.define(f"{name}_backward" + _schema(of_backward, (), results[1]))
+        self.links = links
+        self.forward_operator = getattr(torch.ops.normmatters, f"{name}_forward")
+        backward_operator = getattr(torch.ops.normmatters, f"{name}_backward")
+
+        def flat(function: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+            def call(*arguments: Any) -> tuple[Any, ...]:
+                chosen = options(*arguments[tensors:])
+                output, *others = function(*arguments[:tensors], chosen)
+                link = [output.new_zeros(1).expand(output.shape) if chosen.linked else None] if links else []
+                return output, *link, *others
+
+            return call
+
+        def save_flat(ctx: Any, inputs: tuple[Any, ...], results: tuple[Tensor, ...]) -> None:
+            others = results[1 + links :]
+            ctx.mark_non_differentiable(*[t for t in others if t.is_floating_point()])  # of integers autograd knows
+            save(ctx, inputs[:tensors], options(*inputs[tensors:]), (results[0], *others))
+
+        def flat_gradients(ctx: Any, g: Tensor, *others: Any) -> tuple[Tensor | None, ...]:
+            computed = gradients(ctx, backward_operator, g, others[0] if links else None)
+            return *computed, *[None] * (len(ctx.needs_input_grad) - 1 - tensors)
+
+        _register(f"{name}_backward", backward, fake_backward or backward)
+        kernel = _register(f"{name}_forward", flat(forward), flat(fake_forward or forward))
+        changed = [i for i, argument in enumerate(arguments) if argument in changes]
+        _register_gradient(f"{name}_forward", kernel, changed, save_flat, flat_gradients)
+
+        def node_forward(ctx: Any, *arguments: Any) -> Any:  # few arguments: PyTorch looks at each, tensor or not
+            *given, chosen = arguments
+            results = forward(*arguments)
+            save(ctx, given, chosen, results)
+            output = results[0]
+            # A link without the kernel that would set its number, which nobody reads.
+            linked = links and chosen.linked
+            return (output, output.new_empty_strided(output.shape, (0,) * output.dim())) if linked else output
+
+        @once_differentiable
+        def node_backward(ctx: Any, g: Tensor, link: Tensor | None = None) -> Any:
+            return *gradients(ctx, backward, g, link), None
+
+        def node_backward_twice(ctx: Any, g: Tensor) -> Any:
+            return (*twice(ctx, g), None) if twice and torch.is_grad_enabled() else node_backward(ctx, g)
+
+        methods = {"forward": node_forward, "backward": node_backward_twice if twice else node_backward}
+        statics = {method: staticmethod(function) for method, function in methods.items()}
+        node: Any = type(name.title().replace("_", ""), (torch.autograd.Function,), statics)  # named for profilers
+        self._with_grad, self._without_grad = node.apply, lambda *arguments: forward(*arguments)[0]
+
+    def __call__(self, *arguments: Any, needs_grad: bool) -> Any:
+        """The output for ``(*tensors, options)``, or the output and its link if the options say so.
+
+        ``needs_grad``: there will be a backward pass.
+        """
+        *tensors, options = arguments
+        if needs_operators():
+            results = self.forward_operator(*tensors, *options)
+            return results[:2] if self.links and options.linked else results[0]
+        compute = self._with_grad if needs_grad else self._without_grad
+        # Not `current_device()`: there is a tensor on the device, so CUDA needs no looking after.
+        if not tensors[0].is_cuda or tensors[0].get_device() == torch._C._cuda_getDevice():
+            output = compute(*arguments)
+        else:
+            with torch.cuda.device(tensors[0].device):
+                output = compute(*arguments)
+        return output
+
+
+def _register(name: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
+    """Give the operator ``normmatters::name`` its kernel, which is returned, and its shapes."""
+
+    def kernel(first: Tensor, *others: Any) -> Any:
         with on_device(first.device):
-            return kernel(first, *others)
+            return _without_none(function(first, *others))
 
-    _kernels[name] = there
-    LIBRARY.impl(name, there, "CUDA")
-    LIBRARY.impl(name, there, "CPU")  # through Triton's interpreter
-    torch.library.register_fake(f"normmatters::{name}", fake, lib=LIBRARY)
+    LIBRARY.impl(name, kernel, "CUDA")
+    LIBRARY.impl(name, kernel, "CPU")  # also through Triton's interpreter
+    torch.library.register_fake(f"normmatters::{name}", lambda *arguments: _without_none(fake(*arguments)), lib=LIBRARY)
+    return kernel
 
 
-def register_gradient(
+def _register_gradient(
     name: str,
+    kernel: Callable[..., Any],
+    changed: list[int],
     save: Callable[[Any, tuple[Any, ...], Any], None],
     backward: Callable[..., tuple[Any, ...]],
 ) -> None:
@@ -60,9 +186,7 @@ def register_gradient(
     that counts the change. It is also quicker: a compiled graph calls its operators on plain tensors with nothing to
     differentiate, and then the kernel is called at once, and not by way of the dispatcher.
     """
-    kernel, operator = _kernels[name], getattr(torch.ops.normmatters, name).default
-    aliases = [argument.alias_info for argument in operator._schema.arguments]
-    changed = [i for i, alias in enumerate(aliases) if alias is not None and alias.is_write]
+    operator = getattr(torch.ops.normmatters, name).default
 
     def count_changes(inputs: tuple[Any, ...]) -> None:
         torch.autograd.graph.increment_version([inputs[i] for i in changed if inputs[i] is not None])
@@ -102,137 +226,19 @@ def register_gradient(
         LIBRARY.impl(name, change, "ADInplaceOrView", with_keyset=True)
 
 
-class Options(Protocol):
-    """What an operation is called with beside its differentiable tensors."""
-
-    @property
-    def save(self) -> bool:
-        """Whether there will be a backward pass."""
-
-    @property
-    def linked(self) -> bool:
-        """Whether a link is returned with the output (see :mod:`normmatters.kernels.triton.batch_norm.operator`)."""
-
-    def flat(self) -> tuple[Any, ...]:
-        """As arguments of an operator: tensors, numbers and strings."""
-
-    @classmethod
-    def from_arguments(cls, *arguments: Any) -> Options:
-        """From the forward operator's arguments: the tensors, then what :meth:`flat` gives."""
-
-
-class Operator:
-    """An operation with a gradient, ``torch.ops.normmatters.<name>_forward`` and ``_backward``, and its eager node.
-
-    Args:
-        name: of the operators.
-        forward_schema, backward_schema: the operators' arguments and results. The forward operator takes the tensors,
-            then the flat options. It returns the output, then a link if ``links``, then what else ``forward`` returns.
-        options: the class of the options.
-        forward: ``(*tensors, options) -> (output, ...)``, launches kernels. A result may be None.
-        fake_forward: the same from shapes and dtypes alone.
-        save: ``(ctx, tensors, options, results)``, saves for the backward pass what it needs of them.
-        backward: ``(g, ...)``, launches kernels; takes the backward operator's arguments. A result may be None.
-        fake_backward: the same from shapes and dtypes alone.
-        gradients: ``(ctx, backward, g, link)``, the gradient of each tensor, by calling ``backward``, which is the
-            function or the operator. ``link`` is the gradient that came through the link, or None.
-        links: whether the operation can return a link.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        *,
-        forward_schema: str,
-        backward_schema: str,
-        options: type[Any],
-        forward: Callable[..., tuple[Any, ...]],
-        fake_forward: Callable[..., tuple[Any, ...]],
-        save: Callable[..., None],
-        backward: Callable[..., tuple[Any, ...]],
-        fake_backward: Callable[..., tuple[Any, ...]],
-        gradients: Callable[..., tuple[Any, ...]],
-        links: bool = False,
-    ) -> None:
-        LIBRARY.define(f"{name}_forward{forward_schema}")
-        LIBRARY.define(f"{name}_backward{backward_schema}")
-        self.forward_operator = getattr(torch.ops.normmatters, f"{name}_forward")
-        self.backward_operator = getattr(torch.ops.normmatters, f"{name}_backward")
-        tensors = len(inspect.signature(forward).parameters) - 1
-
-        def unpacked(function: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Tensor, ...]]:
-            def call(*arguments: Any) -> tuple[Tensor, ...]:
-                chosen = options.from_arguments(*arguments)
-                output, *others = function(*arguments[:tensors], chosen)
-                link = [_link(output) if chosen.linked else None] if links else []
-                return _without_none((output, *link, *others))
-
-            return call
-
-        register(f"{name}_forward", unpacked(forward), unpacked(fake_forward))
-        register(
-            f"{name}_backward",
-            lambda *arguments: _without_none(backward(*arguments)),
-            lambda *arguments: _without_none(fake_backward(*arguments)),
-        )
-
-        def save_operator(ctx: Any, inputs: tuple[Any, ...], results: tuple[Tensor, ...]) -> None:
-            others = results[2:] if links else results[1:]
-            ctx.mark_non_differentiable(*[t for t in others if t.is_floating_point()])  # of integers autograd knows
-            save(ctx, inputs[:tensors], options.from_arguments(*inputs), (results[0], *others))
-
-        def operator_gradients(ctx: Any, g: Tensor, *others: Any) -> tuple[Tensor | None, ...]:
-            link = others[0] if links else None
-            computed = gradients(ctx, self.backward_operator, g, link)
-            return *computed, *[None] * (len(ctx.needs_input_grad) - 1 - tensors)
-
-        register_gradient(f"{name}_forward", save_operator, operator_gradients)
-
-        def node_forward(ctx: Any, *arguments: Any) -> Any:  # few arguments: PyTorch looks at each, tensor or not
-            *given, chosen = arguments
-            results = forward(*arguments)
-            if chosen.save:
-                save(ctx, given, chosen, results)
-            output = results[0]
-            return (output, _eager_link(output)) if chosen.linked else output
-
-        @once_differentiable
-        def node_backward(ctx: Any, g: Tensor, link: Tensor | None = None) -> Any:
-            return *gradients(ctx, backward, g, link), None
-
-        methods = {"forward": staticmethod(node_forward), "backward": staticmethod(node_backward)}
-        node: Any = type(name.title().replace("_", ""), (torch.autograd.Function,), methods)  # named for profilers
-        self._apply = node.apply
-
-    def __call__(self, *arguments: Any) -> Any:
-        """The output for ``(*tensors, options)``, or the output and its link if the options say so."""
-        if not needs_operators():
-            if is_on_current_device(arguments[0]):
-                return self._apply(*arguments)
-            with on_device(arguments[0].device):
-                return self._apply(*arguments)
-        *tensors, options = arguments
-        output, *others = self.forward_operator(*tensors, *options.flat())
-        return (output, others[0]) if options.linked else output
-
-
 def _without_none(results: tuple[Any, ...]) -> tuple[Tensor, ...]:
     """An operator has a tensor for every result: an empty one where there is none."""
     return tuple([results[0].new_empty(0) if t is None else t for t in results])
 
 
-def _link(output: Tensor) -> Tensor:
-    return output.new_zeros(1).expand(output.shape)
-
-
-def _eager_link(output: Tensor) -> Tensor:
-    """A link without the kernel that would set its number, which nobody reads."""
-    return output.new_empty_strided(output.shape, (0,) * output.dim())
-
-
 def needs_operators() -> bool:
     """Whether a compiler or a dispatch mode watches, which must see operators; eager mode takes a shorter way."""
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
+def needs_grad(*tensors: Tensor | None) -> bool:
+    """Whether there will be a backward pass to one of them."""
+    return torch.is_grad_enabled() and any_requires_grad(*tensors)
 
 
 def any_requires_grad(*tensors: Tensor | None) -> bool:
@@ -251,12 +257,6 @@ def in_dtype(gradient: Tensor, dtype: torch.dtype | None) -> Tensor | None:
 
 
 _HERE = contextlib.nullcontext()
-
-
-def is_on_current_device(tensor: Tensor) -> bool:
-    """Whether kernels run where ``tensor`` is: on the current device, or through Triton's interpreter on the CPU."""
-    # Not `current_device()`: there is a tensor on the device, so CUDA needs no looking after.
-    return not tensor.is_cuda or tensor.get_device() == torch._C._cuda_getDevice()
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:

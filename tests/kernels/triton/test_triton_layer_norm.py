@@ -239,22 +239,24 @@ def test_supported():
     assert "536870913" in why_not(torch.zeros(1).expand(2**29 + 1, 1), (1,), L1)
 
 
-@pytest.mark.parametrize(("l1", "centered"), [(True, True), (True, False), (False, True), (False, False)])
-def test_opcheck(l1, centered):
+@pytest.mark.parametrize(("p", "centered"), [(1.0, True), (1.0, False), (2.0, True), (2.0, False)])
+def test_opcheck(p, centered):
     x = torch.randn(3, 9, device=DEVICE, requires_grad=True)
     w = torch.randn(9, device=DEVICE, requires_grad=True)
     b = torch.randn(9, device=DEVICE, requires_grad=True) if centered else None
-    torch.library.opcheck(torch.ops.normmatters.layer_norm_forward, (x, w, b, 1e-5, 1.25, l1, centered))
-    _, stats = torch.ops.normmatters.layer_norm_forward(x, w, b, 1e-5, 1.25, l1, centered)
-    arguments = (x.detach(), x.detach(), w.detach(), stats, 1.25, l1, centered, True, torch.float32, torch.bfloat16)
+    options = (1e-5, 1.25, p, centered, 1)
+    torch.library.opcheck(torch.ops.normmatters.layer_norm_forward, (x, w, b, *options))
+    _, stats = torch.ops.normmatters.layer_norm_forward(x, w, b, *options)
+    arguments = (x.detach(), x.detach(), w.detach(), stats, *options, True, torch.float32, torch.bfloat16)
     torch.library.opcheck(torch.ops.normmatters.layer_norm_backward, arguments)
 
 
 def test_opcheck_without_parameters_and_strided():
     x = torch.randn(9, 3, device=DEVICE).bfloat16().t().requires_grad_()
-    torch.library.opcheck(torch.ops.normmatters.layer_norm_forward, (x, None, None, 1e-5, 1.25, True, True))
-    y, stats = torch.ops.normmatters.layer_norm_forward(x, None, None, 1e-5, 1.25, True, True)
-    arguments = (x.detach(), None, stats, 1.25, True, True, False, torch.bfloat16, torch.bfloat16)
+    options = (1e-5, 1.25, 1.0, True, 1)
+    torch.library.opcheck(torch.ops.normmatters.layer_norm_forward, (x, None, None, *options))
+    y, stats = torch.ops.normmatters.layer_norm_forward(x, None, None, *options)
+    arguments = (x.detach(), None, stats, *options, False, torch.bfloat16, torch.bfloat16)
     torch.library.opcheck(torch.ops.normmatters.layer_norm_backward, (y.detach(), *arguments))
 
 

@@ -104,14 +104,12 @@ def test_a_capture_launches_the_kernels_of_the_steps_before_it(
 
     launched: set[Any] = set()
 
-    def note(
-        self: Launch, tensors: tuple[Tensor, ...] = (), numbers: tuple[float, ...] = (), **named: Tensor | float
-    ) -> None:
-        tensors = tensors or tuple(value for value in named.values() if isinstance(value, Tensor))
-        launched.add((id(self.kernel), str(self.constants), str(self.options), *(t.dtype for t in tensors)))
+    def note(self: Launch, device: int, tensors: dict[str, Tensor], numbers: tuple[float, ...]) -> None:
+        dtypes = [tensors[name].dtype for name in self.tensors]
+        launched.add((id(self.kernel), str(self.named), str(self.options), *dtypes))
 
     monkeypatch.setattr(backends, "INTERPRETED", True)
-    monkeypatch.setattr(Launch, "__call__", note)
+    monkeypatch.setattr(Launch, "by_triton", note)
     net = build_image_model(ModelConfig(name="resnet8", **model), channels=3, classes=10, size=16)
     use_small_convolutions(net)
     net = net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

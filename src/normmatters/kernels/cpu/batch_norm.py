@@ -10,22 +10,14 @@ from __future__ import annotations
 import functools
 import math
 import struct
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from normmatters.functional.batch_norm import batch_norm as plain_batch_norm
 from normmatters.kernels import cpu
-from normmatters.kernels.double_backward import once_differentiable
-from normmatters.kernels.operators import (
-    LIBRARY,
-    any_requires_grad,
-    in_dtype,
-    needs_operators,
-    register,
-    register_gradient,
-)
+from normmatters.kernels.operators import Operator, any_requires_grad, in_dtype, needs_grad, needs_operators
 from normmatters.norm import Norm, RunningStats, compute_dtype
 
 __all__ = ["batch_norm"]
@@ -37,16 +29,21 @@ _PACK = 16  # elements whose bits are saved together (kPack in native/pack.h)
 #: BatchNormArgs in native/batch_norm.h.
 _ARGUMENTS = struct.Struct("=5q4d3q15q")
 
-LIBRARY.define(
-    "cpu_batch_norm_forward(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor(a!)? running_mean, "
-    "Tensor(b!)? running_var, float momentum, int kind, int k, float p, float constant, float eps, bool relu, "
-    "int mask, int code) -> (Tensor, Tensor, Tensor, Tensor)"
-)
-LIBRARY.define(
-    "cpu_batch_norm_backward(Tensor g, Tensor? saved, Tensor statistics, Tensor bits, Tensor positions, "
-    "Tensor? weight, Tensor? bias, bool rows, int kind, int k, float p, float constant, float eps, bool relu, "
-    "int mask, int code, bool need_dresidual) -> (Tensor, Tensor, Tensor, Tensor)"
-)
+
+class Options(NamedTuple):
+    """What a forward pass is called with beside its tensors."""
+
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    momentum: float
+    kind: int
+    k: int
+    p: float
+    constant: float
+    eps: float
+    relu: bool
+    mask: int  # bits per element that are saved of the ReLU,
+    code: int  # and of x
 
 
 @functools.cache
@@ -87,36 +84,24 @@ def _vector(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return None if tensor is None else tensor.to(dtype).contiguous()
 
 
+Results = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
 def _forward(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    momentum: float,
-    kind: int,
-    k: int,
-    p: float,
-    constant: float,
-    eps: float,
-    relu: bool,
-    mask: int,
-    code: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, options: Options
+) -> Results:
     """The output, and for the backward pass statistics (4, C), bits, and the positions of extremes (C, k)."""
+    running_mean, running_var, momentum, *kind, relu, mask, code = options
     rows = _in_rows(x)
     x = _dense(x, rows)
-    y, statistics, bits, positions = _fake_forward(
-        x, weight, bias, residual, running_mean, running_var, momentum, kind, k, p, constant, eps, relu, mask, code
-    )
+    y, statistics, bits, positions = _fake_forward(x, weight, bias, residual, options)
     dtype = statistics.dtype
     residual = None if residual is None else _dense(residual, rows)
     weight, bias = _vector(weight, dtype), _vector(bias, dtype)
     mean, var = _vector(running_mean, dtype), _vector(running_var, dtype)
     _functions(x.dtype)[0](
         _ARGUMENTS.pack(
-            *_geometry(x, rows), kind, k, p, constant, eps, momentum, relu, mask, code,
+            *_geometry(x, rows), *kind, momentum, relu, mask, code,
             *map(_pointer, (x, residual, weight, bias, mean, var, y, statistics, bits, positions)), 0, 0, 0, 0, 0,
         )
     )  # fmt: skip
@@ -127,12 +112,11 @@ def _forward(
     return y, statistics, bits, positions
 
 
-def _fake_forward(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    *_, k, _, _, _, _, mask, code = arguments
-    rows = _in_rows(x)
+def _fake_forward(x: Tensor, weight: Any, bias: Any, residual: Any, options: Options) -> Results:
+    rows, words = _in_rows(x), options.mask + options.code
     statistics = x.new_empty((4, x.shape[1]), dtype=compute_dtype(x.dtype))
-    bits = x.new_empty((_packs(x, rows) if mask + code else 0, mask + code), dtype=torch.int16)
-    positions = x.new_empty((x.shape[1], k), dtype=torch.int64)
+    bits = x.new_empty((_packs(x, rows) if words else 0, words), dtype=torch.int16)
+    positions = x.new_empty((x.shape[1], options.k), dtype=torch.int64)
     return torch.empty_like(_dense(x, rows)), statistics, bits, positions
 
 
@@ -154,8 +138,8 @@ def _backward(
     mask: int,
     code: int,
     need_dresidual: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of the input, γ, β and the residual (empty where that is g itself, or not wanted)."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of the input, γ, β and the residual (None where that is g itself, or not wanted)."""
     g = _dense(g, rows)
     saved = None if saved is None else _dense(saved, rows)
     dtype = statistics.dtype
@@ -169,28 +153,30 @@ def _backward(
             positions.contiguous(), g, dx, dresidual, dweight, dbias)),
         )
     )  # fmt: skip
-    return dx, dweight, dbias, g.new_empty(0) if dresidual is None else dresidual
+    return dx, dweight, dbias, dresidual
 
 
-def _fake_backward(g: Tensor, saved: Tensor | None, statistics: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+def _fake_backward(g: Tensor, saved: Any, statistics: Tensor, *arguments: Any) -> tuple[Tensor | None, ...]:
     *_, rows, _, _, _, _, _, relu, _, _, need_dresidual = arguments
     dx = torch.empty_like(_dense(g, rows))
     dweight, dbias = statistics.new_empty((2, g.shape[1])).unbind()
-    return dx, dweight, dbias, torch.empty_like(dx) if need_dresidual and relu else g.new_empty(0)
+    return dx, dweight, dbias, torch.empty_like(dx) if need_dresidual and relu else None
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, weight, bias, residual, _, _, _, *options = inputs
-    kind, *_, code = options
-    y, statistics, bits, positions = output
-    saved = None if kind == _MEAN or code == 4 else y if code == 1 else x
-    ctx.linear = kind == _MEAN
+def _save(ctx: Any, tensors: tuple[Any, ...], options: Options, results: Results) -> None:
+    x, weight, bias, residual = tensors
+    _, _, _, *numbers = options
+    y, statistics, bits, positions = results
+    ctx.linear = options.kind == _MEAN
+    saved = None if ctx.linear or options.code == 4 else y if options.code == 1 else x
     ctx.save_for_backward(saved, statistics, bits, positions, weight, bias)
-    ctx.arguments = (_in_rows(x), *options, any_requires_grad(residual))
+    ctx.arguments = (_in_rows(x), *numbers, any_requires_grad(residual))
 
 
-def _gradients(ctx: Any, g: Tensor, backward: Any) -> tuple[Tensor | None, ...]:
+def _gradients(ctx: Any, backward: Any, g: Tensor, _: None) -> tuple[Tensor | None, ...]:
     """Gradients of the input, γ, β and the residual."""
+    if torch._C._functorch.is_batchedtensor(g) or torch._C._functorch.is_legacy_batchedtensor(g):
+        return _gradients_of_many(ctx, g)
     saved, statistics, bits, positions, weight, bias = ctx.saved_tensors
     *_, relu, _, _, need_dresidual = ctx.arguments
     dx, dweight, dbias, dresidual = backward(g, saved, statistics, bits, positions, weight, bias, *ctx.arguments)
@@ -200,47 +186,6 @@ def _gradients(ctx: Any, g: Tensor, backward: Any) -> tuple[Tensor | None, ...]:
         None if bias is None else in_dtype(dbias, bias.dtype),
         None if not need_dresidual else dresidual if relu else g,
     )
-
-
-def _register() -> None:
-    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.mark_non_differentiable(output[1])
-        _save(ctx, inputs, output)
-
-    def backward(ctx: Any, g: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        return *_gradients(ctx, g, torch.ops.normmatters.cpu_batch_norm_backward), *[None] * 11
-
-    register("cpu_batch_norm_forward", _forward, _fake_forward)
-    register("cpu_batch_norm_backward", _backward, _fake_backward)
-    register_gradient("cpu_batch_norm_forward", save, backward)
-
-
-_register()
-
-
-class _BatchNorm(torch.autograd.Function):
-    """The eager node: shorter than the way through the dispatcher."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        options: tuple[Any, ...],
-    ) -> Tensor:
-        inputs = (x, weight, bias, residual, *options)
-        output = _forward(*inputs)
-        _save(ctx, inputs, output)
-        return output[0]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        if torch._C._functorch.is_batchedtensor(g) or torch._C._functorch.is_legacy_batchedtensor(g):
-            return *_gradients_of_many(ctx, g), None
-        return *_gradients(ctx, g, _backward), None
 
 
 def _gradients_of_many(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
@@ -273,6 +218,19 @@ def _gradients_of_many(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
     return next(found), *[t if t is None else next(found) for t in (weight, bias)], g if need_dresidual else None
 
 
+_batch_norm = Operator(
+    "cpu_batch_norm",
+    options=Options,
+    forward=_forward,
+    fake_forward=_fake_forward,
+    save=_save,
+    backward=_backward,
+    fake_backward=_fake_backward,
+    gradients=_gradients,
+    changes=("running_mean", "running_var"),
+)
+
+
 def batch_norm(
     input: Tensor,
     norm: Norm,
@@ -289,21 +247,22 @@ def batch_norm(
     if residual is not None and residual.dtype != input.dtype:
         residual = residual.to(input.dtype)
     kind, relu = _KINDS[norm.kind], act == "relu"
-    needs_grad = torch.is_grad_enabled() and any_requires_grad(input, weight, bias, residual)
-    mask = needs_grad and relu and (residual is not None or kind == _MEAN)
-    lean = needs_grad and norm.memory == "lean" and norm.kind == "l1"  # the others' gradients need the input itself
-    code = 0 if not lean else 1 if relu and residual is None else 4
-    options = (
-        running.mean, running.var, float(running.momentum), kind, norm.selected,
-        float(norm.p) if norm.kind == "lp" else 0.0, norm.scale_constant(input.numel() // input.shape[1]),
-        norm.epsilon(input.dtype), relu, int(mask), code,
-    )  # fmt: skip
-    if needs_operators():
-        output: Tensor = torch.ops.normmatters.cpu_batch_norm_forward(input, weight, bias, residual, *options)[0]
-        return output
-    if not needs_grad:
-        output = _forward(input, weight, bias, residual, *options)[0]
-    else:
-        output = _BatchNorm.apply(input, weight, bias, residual, options)
-    torch.autograd.graph.increment_version([t for t in (running.mean, running.var) if t is not None])
+    saves = needs_grad(input, weight, bias, residual)
+    lean = saves and norm.memory == "lean" and norm.kind == "l1"  # the others' gradients need the input itself
+    options = Options(
+        running.mean,
+        running.var,
+        float(running.momentum),
+        kind,
+        norm.selected,
+        float(norm.p) if norm.kind == "lp" else 0.0,
+        norm.scale_constant(input.numel() // input.shape[1]),
+        norm.epsilon(input.dtype),
+        relu,
+        mask=int(saves and relu and (residual is not None or kind == _MEAN)),
+        code=0 if not lean else 1 if relu and residual is None else 4,
+    )
+    output: Tensor = _batch_norm(input, weight, bias, residual, options, needs_grad=saves)
+    if not needs_operators():  # which count the changes by themselves
+        torch.autograd.graph.increment_version([t for t in (running.mean, running.var) if t is not None])
     return output

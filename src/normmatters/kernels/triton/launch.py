@@ -15,21 +15,20 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from triton import knobs
 
 from normmatters.kernels import MAX_PLANS
 
 _plans: list[Any] = []
 _data_ptr = Tensor.data_ptr
-# None in place of Triton's metadata for hooks, and of the two hooks: where there is one, Triton launches.
-_NO_HOOKS = (None, None, None)
 
 
 @triton.jit
@@ -65,12 +64,12 @@ def forget_plans() -> None:
 
 
 class Launch:
-    """A kernel at one shape: its grid, its integers and its compile-time constants, in the order of its signature.
+    """A kernel at one shape.
 
-    A signature names the tensors, the integers, then other numbers, then the constants. A call passes the tensors and
-    the other numbers; :meth:`by_name` takes the tensors by keyword, and checks the names at its first call.
+    The kernel's tensors have names that end in ``_ptr`` and come first. ``values`` has its integers and compile-time
+    constants by name, and may have more: kernels of one shape share most of them. The other parameters are numbers that
+    change from call to call. A kernel with the parameter ``OVERLAP``, its last one, waits for the kernel before.
 
-    With ``overlaps`` the signature ends with ``OVERLAP``, which is set here, and the kernel waits for the previous one.
     Without ``contracts`` the compiler does not fuse a product and a sum, and each is rounded.
     """
 
@@ -78,61 +77,70 @@ class Launch:
         self,
         kernel: Any,
         grid: tuple[int, int],
-        integers: tuple[int, ...] | dict[str, int],
-        constants: dict[str, Any],
+        values: Mapping[str, Any],
         *,
         num_warps: int = 4,
         maxnreg: int | None = None,
-        overlaps: bool = False,
         contracts: bool = True,
     ) -> None:
-        self.kernel = kernel
-        self.grid = grid
-        self.integers = tuple(integers.values()) if isinstance(integers, dict) else integers
-        self.constants = constants
-        self._names = [*integers] if isinstance(integers, dict) else None
+        names = [*kernel.arg_names]
+        self.kernel, self.grid = kernel, grid
+        self.overlaps = names[-1] == "OVERLAP"
+        self.tensors = [name for name in names if name.endswith("_ptr")]
+        others = names[len(self.tensors) : len(names) - self.overlaps]
+        self.numbers = [name for name in others if name not in values]
+        first = others.index(self.numbers[0]) if self.numbers else 0
+        before, after = others[:first], others[first + len(self.numbers) :]
+        if [*self.tensors, *before, *self.numbers, *after] != names[: len(names) - self.overlaps]:
+            raise TypeError(f"{kernel.__name__} takes {names}: its tensors first, and its numbers together")
         self.options = {"num_warps": num_warps, "maxnreg": maxnreg, "enable_fp_fusion": contracts}
-        self._names_checked = False
-        self._compiled: dict[int, tuple[Any, tuple[Any, ...]]] = {}
-        self.overlaps = overlaps
-        self._values = (*constants.values(), *([None] if overlaps else []))  # a compiled kernel does not look at them
+        self.before = tuple(values[name] for name in before)
+        self.named = {name: values[name] for name in after}
+        # A compiled kernel does not look at constants, so OVERLAP may be anything.
+        self.after = (*self.named.values(), *([None] if self.overlaps else []))
+        self.pick: Callable[[Mapping[str, int]], tuple[int, ...]] = operator.itemgetter(*self.tensors)
+        if len(self.tensors) == 1:
+            self.pick = lambda pointers: (pointers[self.tensors[0]],)
+        self.compiled: dict[int, tuple[Any, tuple[Any, ...]]] = {}
 
-    def by_name(self, /, *numbers: float, **tensors: Tensor) -> None:
-        """Launch; ``tensors`` are in the order of the kernel's signature, which is kept for quickness."""
-        if not self._names_checked:
-            self._check_names([*tensors], len(numbers))
-        self(tensors.values(), numbers)
+    def __call__(self, tensors: Sequence[Tensor], numbers: Sequence[float] = ()) -> None:
+        """Launch with the tensors and numbers in the order of the kernel's signature."""
+        launch((self,), dict(zip(self.tensors, tensors)), numbers)
 
-    def __call__(self, tensors: Iterable[Tensor], numbers: tuple[float, ...] = ()) -> None:
-        """Launch on the current stream of the first tensor's device."""
-        device = next(iter(tensors)).get_device()
-        found = self._compiled.get(device)
-        if found is not None and not _watched():
-            # As integers: the launcher would ask the driver about each tensor's pointer.
-            pointers = [*map(_data_ptr, tensors)]
-            if not functools.reduce(operator.or_, pointers) & 15:
-                launch, fixed = found
-                stream = torch._C._cuda_getCurrentRawStream(device)
-                launch(*self.grid, 1, stream, *fixed, *pointers, *self.integers, *numbers, *self._values)
-                return
-        options = self.options
-        if self.overlaps:
-            options = {**options, "OVERLAP": can_overlap(device), "launch_pdl": can_overlap(device)}
+    def by_triton(self, device: int, tensors: Mapping[str, Tensor], numbers: Sequence[float]) -> None:
+        """Launch as Triton does, and keep the compiled kernel for the next time."""
+        overlap = {"OVERLAP": can_overlap(device), "launch_pdl": can_overlap(device)} if self.overlaps else {}
+        given = [tensors[name] for name in self.tensors]
         # As floats: for a momentum of 1, without a point, Triton would compile a kernel that knows no other.
-        numbers = tuple(map(float, numbers))
-        compiled = self.kernel[self.grid](*tensors, *self.integers, *numbers, **self.constants, **options)
-        if compiled is not None and not any(t.data_ptr() & 15 for t in tensors):  # the interpreter gives nothing back
-            self._compiled[device] = _launcher(compiled)
+        changing = map(float, numbers if self.numbers else ())
+        compiled = self.kernel[self.grid](*given, *self.before, *changing, **self.named, **self.options, **overlap)
+        if compiled is not None and not any(t.data_ptr() & 15 for t in given):  # the interpreter returns None
+            self.compiled[device] = _launcher(compiled)
 
-    def _check_names(self, tensors: list[str], numbers: int) -> None:
-        """Raise unless tensors, integers, so many numbers, and constants are the kernel's parameters in order."""
-        expected = [*self.kernel.arg_names]
-        before = [*tensors, *(self._names or [])]
-        after = [*self.constants, *(["OVERLAP"] if self.overlaps else [])]
-        given = [*before, *expected[len(before) : len(before) + numbers], *after]
-        if given != expected:
-            raise TypeError(f"{self.kernel.__name__} takes {expected}, got {given}")
-        self._names_checked = True
+
+def launch(launches: Sequence[Launch], tensors: Mapping[str, Tensor], numbers: Sequence[float] = ()) -> None:
+    """Launch kernels one after the other on the current stream of the tensors' device.
+
+    Each takes its own of ``tensors``, and all of ``numbers`` if it takes any. Fake and meta tensors have shapes and no
+    memory: an operator's shapes are found with them, and nothing is launched.
+    """
+    first = next(iter(tensors.values()))
+    if first.is_meta or (type(first) is not Tensor and isinstance(first, FakeTensor)):
+        return
+    device = first.get_device()
+    if not _watched():
+        # As integers: the launcher would ask the driver about each tensor's pointer.
+        pointers = dict(zip(tensors, map(_data_ptr, tensors.values())))
+        if not functools.reduce(operator.or_, pointers.values()) & 15:
+            known = [one.compiled.get(device) for one in launches]
+            if None not in known:
+                stream = torch._C._cuda_getCurrentRawStream(device)
+                for one, (run, fixed) in zip(launches, known):  # type: ignore[misc]
+                    own = numbers if one.numbers else ()
+                    run(*one.grid, 1, stream, *fixed, *one.pick(pointers), *one.before, *own, *one.after)
+                return
+    for one in launches:
+        one.by_triton(device, tensors, numbers)
 
 
 def _watched() -> bool:
@@ -147,7 +155,8 @@ def _launcher(compiled: Any) -> tuple[Any, tuple[Any, ...]]:
     Triton 3.6's launcher is a Python function around a C function: it allocates what scratch memory the kernel asks
     for, which none of ours does, and hands the rest on. The C function alone takes half the time.
     """
-    run, last = compiled.run, (compiled.packed_metadata, *_NO_HOOKS)
+    # None in place of Triton's metadata for hooks, and of the two hooks: where there is one, Triton launches.
+    run, last = compiled.run, (compiled.packed_metadata, None, None, None)
     if triton.__version__.startswith("3.6.") and type(run).__name__ == "CudaLauncher":
         if run.global_scratch_size == 0 and run.profile_scratch_size == 0:
             fixed = (compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None, *last)

@@ -26,10 +26,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from normmatters.kernels import MAX_PLANS
-from normmatters.kernels.double_backward import once_differentiable
-from normmatters.kernels.operators import LIBRARY, needs_operators, on_device, register, register_gradient
-from normmatters.kernels.triton.launch import Launch, wait_for_previous
+from normmatters.kernels.layer_norm import Dtypes, Options, layer_norm_by
+from normmatters.kernels.triton.launch import Launch, cached_plan, launch, wait_for_previous
 from normmatters.norm import Norm
 
 # Tilings --------------------------------------------------------------------------------------------------------------
@@ -381,169 +379,130 @@ def layer_norm_parameters_kernel(
 # Launches -------------------------------------------------------------------------------------------------------------
 
 
+def statistics_shape(rows: int, options: Options) -> tuple[int, int]:
+    """Planes of 1/D, and where they apply μ, s/D and mean sgn, for each row."""
+    return (1 + options.centered) * (1 + (options.p == 1)), rows
+
+
 class Variant(NamedTuple):
-    """What a compiled kernel depends on beside the shape. The dtype of weight or bias is None if there is none."""
+    """What the compiled kernels depend on beside the shape. The dtype of weight or bias is None if there is none."""
 
     dtype: torch.dtype
     weight: torch.dtype | None
     bias: torch.dtype | None
-    l1: bool
-    centered: bool  # layer norm; RMS norm subtracts no mean
+    options: Options
 
-
-def statistics_per_row(l1: bool, centered: bool) -> int:
-    """How many numbers per row the backward pass needs: 1/D, and where they apply μ, s/D and mean sgn."""
-    return (1 + centered) * (1 + l1)
-
-
-# The caches are bounded: batches of sentences have another number of rows each time.
-@functools.lru_cache(MAX_PLANS)
-def forward_launch(rows: int, cols: int, device: torch.device, variant: Variant) -> Launch:
-    tuning = forward_tuning(cols, variant.dtype, variant.l1, variant.centered)
-    tiling = tiling_of(rows, cols, device, tuning)
-    return Launch(
-        layer_norm_forward_kernel,
-        grid=(tiling.programs, 1),
-        integers=(rows, cols),
-        constants={
-            "HAS_WEIGHT": variant.weight is not None,
-            "HAS_BIAS": variant.bias is not None,
-            "L1": variant.l1,
-            "CENTERED": variant.centered,
+    def values(self, tiling: Tiling, rows: int, cols: int) -> dict[str, Any]:
+        """As the kernels take them."""
+        return {
+            "rows": rows,
+            "cols": cols,
+            "eps": float(self.options.eps),
+            "constant": self.options.constant,
+            "HAS_WEIGHT": self.weight is not None,
+            "HAS_BIAS": self.bias is not None,
+            "L1": self.options.p == 1,
+            "CENTERED": self.options.centered,
             "WHOLE": cols == tiling.block_n,
-            "PREFETCH": tiling.block_n * variant.dtype.itemsize <= 16384,
             "KEEP": tiling.block_n <= MAX_KEPT,
             "ALIGN": math.gcd(cols, 16),
             "BLOCK_R": tiling.block_r,
             "BLOCK_N": tiling.block_n,
-        },
+        }
+
+
+# The caches are bounded: batches of sentences have another number of rows each time.
+@cached_plan
+def forward_launch(rows: int, cols: int, device: torch.device, variant: Variant) -> Launch:
+    tuning = forward_tuning(cols, variant.dtype, variant.options.p == 1, variant.options.centered)
+    tiling = tiling_of(rows, cols, device, tuning)
+    prefetch = tiling.block_n * variant.dtype.itemsize <= 16384
+    return Launch(
+        layer_norm_forward_kernel,
+        (tiling.programs, 1),
+        {**variant.values(tiling, rows, cols), "PREFETCH": prefetch},
         num_warps=tiling.num_warps,
         maxnreg=tuning.registers,
-        overlaps=True,
     )
 
 
 def forward(
-    x: Tensor,
-    shape: Sequence[int],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    constant: float,
-    l1: bool,
-    centered: bool,
+    x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, options: Options
 ) -> tuple[Tensor, Tensor]:
-    """y, and the statistics of the rows, [statistics_per_row, rows] float32. A row has ``shape``."""
+    """y, and the statistics of the rows in float32. A row has ``shape``."""
     x, weight, bias = x.contiguous(), _contiguous(weight), _contiguous(bias)
     cols = math.prod(shape)
     rows = x.numel() // cols
     y = torch.empty_like(x)
-    stats = torch.empty((statistics_per_row(l1, centered), rows), dtype=torch.float32, device=x.device)
+    stats = torch.empty(statistics_shape(rows, options), dtype=torch.float32, device=x.device)
     if rows > 0:
-        variant = Variant(x.dtype, _dtype(weight), _dtype(bias), l1, centered)
-        w = x if weight is None else weight
-        b = x if bias is None else bias
-        forward_launch(rows, cols, x.device, variant)((x, w, b, y, stats), (eps, constant))
+        variant = Variant(x.dtype, _dtype(weight), _dtype(bias), options)
+        forward_launch(rows, cols, x.device, variant)(
+            (x, x if weight is None else weight, x if bias is None else bias, y, stats)
+        )
     return y, stats
 
 
 class BackwardPlan(NamedTuple):
     """The launches of :func:`backward` at one shape, and how many partial sums each column has."""
 
-    rows: Launch
-    columns: Launch | None
-    finish: Launch | None
+    launches: tuple[Launch, ...]
     parts: int
 
 
-@functools.lru_cache(MAX_PLANS)
-def backward_plan(
-    rows: int,
-    cols: int,
-    device: torch.device,
-    variant: Variant,
-    parameters: tuple[torch.dtype, torch.dtype] | None,
-) -> BackwardPlan:
+@cached_plan
+def backward_plan(rows: int, cols: int, device: torch.device, variant: Variant, dtypes: Dtypes) -> BackwardPlan:
     tuning = backward_tuning(cols)
     tiling = tiling_of(rows, cols, device, tuning)
-    fused = parameters is not None and tiling.block_n <= MAX_FUSED
-    kind = {"L1": variant.l1, "CENTERED": variant.centered}
-    parts, strip = tiling.programs, min(128, tiling.block_n)
+    fused = dtypes is not None and tiling.block_n <= MAX_FUSED
+    values = variant.values(tiling, rows, cols)
     by_rows = Launch(
         layer_norm_backward_kernel,
-        grid=(tiling.programs, 1),
-        integers=(rows, cols),
-        constants={
-            "HAS_WEIGHT": variant.weight is not None,
+        (tiling.programs, 1),
+        {
+            **values,
             "PARAMETERS": fused,
-            **kind,
-            "WHOLE": cols == tiling.block_n,
             # float32 rows fill the registers: there is no room for the next ones.
             "PREFETCH": tiling.block_n <= MAX_FUSED and variant.dtype.itemsize == 2,
-            "KEEP": tiling.block_n <= MAX_KEPT,
             # x and g, each read once, leave the cache before the weight, which every row reads.
             "STREAM": MAX_KEPT < tiling.block_n <= MAX_FUSED,
-            "ALIGN": math.gcd(cols, 16),
-            "BLOCK_R": tiling.block_r,
-            "BLOCK_N": tiling.block_n,
         },
         num_warps=tiling.num_warps,
         maxnreg=tuning.registers,
-        overlaps=True,
     )
-    if parameters is None:
-        return BackwardPlan(by_rows, None, None, 0)
-    columns = None
+    if dtypes is None:
+        return BackwardPlan((by_rows,), 0)
+    launches, parts, strip = [by_rows], tiling.programs, min(128, tiling.block_n)
     if not fused:
         parts = max(1, min(-(-rows // 16), 4 * multiprocessors(device) * strip // tiling.block_n))
-        columns = Launch(
-            layer_norm_columns_kernel,
-            grid=(-(-cols // strip), parts),
-            integers=(rows, cols),
-            constants={**kind, "BLOCK_R": 16, "BLOCK_C": strip},
-        )
+        blocks = {"BLOCK_R": 16, "BLOCK_C": strip}
+        launches.append(Launch(layer_norm_columns_kernel, (-(-cols // strip), parts), {**values, **blocks}))
     block_c = min(32, tiling.block_n)
-    finish = Launch(
-        layer_norm_parameters_kernel,
-        grid=(-(-cols // block_c), 1),
-        integers=(parts, cols),
-        constants={"BLOCK_P": PARTS_AT_A_TIME, "BLOCK_C": block_c},
-        overlaps=True,
-    )
-    return BackwardPlan(by_rows, columns, finish, parts)
+    sums = {"parts": parts, "cols": cols, "BLOCK_P": PARTS_AT_A_TIME, "BLOCK_C": block_c}
+    launches.append(Launch(layer_norm_parameters_kernel, (-(-cols // block_c), 1), sums))
+    return BackwardPlan(tuple(launches), parts)
 
 
 def backward(
-    g: Tensor,
-    x: Tensor,
-    shape: Sequence[int],
-    weight: Tensor | None,
-    stats: Tensor,
-    constant: float,
-    l1: bool,
-    centered: bool,
-    parameters: tuple[torch.dtype, torch.dtype] | None,
+    g: Tensor, x: Tensor, shape: Sequence[int], weight: Tensor | None, stats: Tensor, options: Options, dtypes: Dtypes
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """dx, and Σg·x̂ and Σg over the rows, in the dtypes ``parameters`` and of ``shape``; without dtypes, no sums."""
+    """dx, and Σg·x̂ and Σg over the rows, in the ``dtypes`` and of ``shape``; without dtypes, no sums."""
     g, x, weight = g.contiguous(), x.contiguous(), _contiguous(weight)
     cols = math.prod(shape)
     rows = x.numel() // cols
     dx = torch.empty_like(x)
     dweight = dbias = None
-    if parameters is not None:
+    if dtypes is not None:
         make = torch.empty if rows > 0 else torch.zeros
-        dweight = make(shape, dtype=parameters[0], device=x.device)
-        dbias = make(shape, dtype=parameters[1], device=x.device)
+        dweight, dbias = (make(shape, dtype=dtype, device=x.device) for dtype in dtypes)
     if rows > 0:
-        variant = Variant(x.dtype, _dtype(weight), None, l1, centered)
-        plan = backward_plan(rows, cols, x.device, variant, parameters)
-        w = x if weight is None else weight
+        plan = backward_plan(rows, cols, x.device, Variant(x.dtype, _dtype(weight), None, options), dtypes)
         part = torch.empty((2, plan.parts, cols), dtype=torch.float32, device=x.device)
-        plan.rows((g, x, w, stats, dx, part), (constant,))
-        if plan.columns is not None:
-            plan.columns((g, x, stats, part))
-        if plan.finish is not None and dweight is not None and dbias is not None:
-            plan.finish((part, dweight, dbias))
+        tensors = {"g_ptr": g, "x_ptr": x, "weight_ptr": x if weight is None else weight, "stats_ptr": stats}
+        tensors |= {"dx_ptr": dx, "part_ptr": part}
+        if dweight is not None and dbias is not None:
+            tensors |= {"dweight_ptr": dweight, "dbias_ptr": dbias}
+        launch(plan.launches, tensors)
     return dx, dweight, dbias
 
 
@@ -553,108 +512,6 @@ def _contiguous(vector: Tensor | None) -> Tensor | None:
 
 def _dtype(vector: Tensor | None) -> torch.dtype | None:
     return None if vector is None else vector.dtype
-
-
-# Operators for the compiler: x is a matrix whose rows are normalized --------------------------------------------------
-
-LIBRARY.define(
-    "layer_norm_forward(Tensor x, Tensor? weight, Tensor? bias, float eps, float constant, bool l1, bool centered) "
-    "-> (Tensor, Tensor)"
-)
-LIBRARY.define(
-    "layer_norm_backward(Tensor g, Tensor x, Tensor? weight, Tensor stats, float constant, bool l1, bool centered, "
-    "bool parameters, ScalarType weight_dtype, ScalarType bias_dtype) -> (Tensor, Tensor, Tensor)"
-)
-
-
-def _forward(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    return forward(x, x.shape[1:], *arguments)
-
-
-def _fake_forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, *arguments: Any) -> tuple[Tensor, Tensor]:
-    *_, l1, centered = arguments
-    stats = x.new_empty((statistics_per_row(l1, centered), x.shape[0]), dtype=torch.float32)
-    return torch.empty_like(x, memory_format=torch.contiguous_format), stats
-
-
-def _backward(
-    g: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    stats: Tensor,
-    constant: float,
-    l1: bool,
-    centered: bool,
-    parameters: bool,
-    weight_dtype: torch.dtype,
-    bias_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dx, dweight and dbias; the last two are empty unless ``parameters``."""
-    dtypes = (weight_dtype, bias_dtype) if parameters else None
-    dx, dweight, dbias = backward(g, x, x.shape[1:], weight, stats, constant, l1, centered, dtypes)
-    return (
-        dx,
-        x.new_empty(0, dtype=weight_dtype) if dweight is None else dweight,
-        x.new_empty(0, dtype=bias_dtype) if dbias is None else dbias,
-    )
-
-
-def _fake_backward(g: Tensor, x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    *_, parameters, weight_dtype, bias_dtype = arguments
-    count = x.shape[1] if parameters else 0
-    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return dx, x.new_empty(count, dtype=weight_dtype), x.new_empty(count, dtype=bias_dtype)
-
-
-def _save(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, stats: Tensor, *kind: Any) -> None:
-    ctx.save_for_backward(x, weight, stats)
-    ctx.kind = kind  # constant, l1, centered
-    ctx.dtypes = (x.dtype if weight is None else weight.dtype, x.dtype if bias is None else bias.dtype)
-
-
-def _save_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, weight, bias, _, *kind = inputs
-    ctx.mark_non_differentiable(output[1])
-    _save(ctx, x, weight, bias, output[1], *kind)
-
-
-def _operator_gradient(ctx: Any, g: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    x, weight, stats = ctx.saved_tensors
-    needs = ctx.needs_input_grad[1:3]
-    dx, dweight, dbias = torch.ops.normmatters.layer_norm_backward(
-        g, x, weight, stats, *ctx.kind, any(needs), *ctx.dtypes
-    )
-    return dx, dweight if needs[0] else None, dbias if needs[1] else None, None, None, None, None
-
-
-register("layer_norm_forward", _forward, _fake_forward)
-register("layer_norm_backward", _backward, _fake_backward)
-register_gradient("layer_norm_forward", _save_operator, _operator_gradient)
-
-# Eager mode -----------------------------------------------------------------------------------------------------------
-
-
-class _LayerNorm(torch.autograd.Function):
-    """The eager node. The dispatcher's way to a Python operator takes longer than a small layer's kernels run."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: Sequence[int], eps: float, *kind: Any
-    ) -> Tensor:
-        y, stats = forward(x, shape, weight, bias, eps, *kind)
-        _save(ctx, x, weight, bias, stats, *kind)
-        ctx.shape = shape
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x, weight, stats = ctx.saved_tensors
-        _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        dtypes = ctx.dtypes if needs_weight or needs_bias else None
-        constant, l1, centered = ctx.kind
-        dx, dweight, dbias = backward(g, x, ctx.shape, weight, stats, constant, l1, centered, dtypes)
-        return dx, dweight if needs_weight else None, dbias if needs_bias else None, None, None, None, None, None
 
 
 def why_not(input: Tensor, normalized_shape: Sequence[int], norm: Norm) -> str:
@@ -669,29 +526,4 @@ def why_not(input: Tensor, normalized_shape: Sequence[int], norm: Norm) -> str:
     return ""
 
 
-def layer_norm(
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    norm: Norm,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    *,
-    centered: bool = True,
-) -> Tensor:
-    """Layer norm, or with ``centered=False`` RMS norm, over the last dimensions. The caller checks the arguments.
-
-    Args:
-        input: (..., *normalized_shape), for which :func:`why_not` has no objection.
-        weight, bias: ``normalized_shape`` or None.
-    """
-    size = math.prod(normalized_shape)
-    numbers = norm.epsilon(input.dtype), norm.scale_constant(size), norm.kind == "l1", centered
-    if needs_operators():
-        matrix = input.reshape(input.numel() // size, size)
-        weight = None if weight is None else weight.reshape(size)
-        bias = None if bias is None else bias.reshape(size)
-        y: Tensor = torch.ops.normmatters.layer_norm_forward(matrix, weight, bias, *numbers)[0]
-        return y.view(input.shape)
-    with on_device(input.device):
-        y = _LayerNorm.apply(input, weight, bias, normalized_shape, *numbers)
-    return y
+layer_norm = layer_norm_by("layer_norm", compute=forward, differentiate=backward, statistics_shape=statistics_shape)

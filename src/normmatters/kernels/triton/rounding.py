@@ -7,7 +7,6 @@ interpreter truncates bf16, and older GPUs have no fp8.
 
 from __future__ import annotations
 
-import functools
 import math
 
 import torch
@@ -15,9 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from normmatters.kernels import MAX_PLANS
 from normmatters.kernels.operators import on_device
-from normmatters.kernels.triton.launch import Launch, wait_for_previous
+from normmatters.kernels.triton.launch import Launch, cached_plan, wait_for_previous
 
 FORMATS = {
     torch.float32: "fp32",
@@ -115,7 +113,7 @@ def operation_kernel(
     tl.store(z_ptr + row * n + column, z, mask=(row < rows) & (column < n))
 
 
-@functools.lru_cache(MAX_PLANS)
+@cached_plan
 def operation_launch(
     operation: str, shape: tuple[int, ...], x: tuple[int, ...], y: tuple[int, ...] = (), *, dtype: torch.dtype
 ) -> Launch:
@@ -126,8 +124,13 @@ def operation_launch(
     return Launch(
         operation_kernel,
         (triton.cdiv(rows, block_r) * triton.cdiv(n, block_n), 1),
-        (rows, n, *x, *(y or (0, 0))),
         {
+            "rows": rows,
+            "n": n,
+            "x_row": x[0],
+            "x_column": x[1],
+            "y_row": y[0] if y else 0,
+            "y_column": y[1] if y else 0,
             "OPERATION": operation,
             "NUMBER": not y,
             "X_COLUMNS": n > 1 and x[1] != 0,
@@ -136,7 +139,6 @@ def operation_launch(
             "BLOCK_R": block_r,
             "BLOCK_N": block_n,
         },
-        overlaps=True,
         contracts=False,
     )
 
@@ -232,7 +234,7 @@ def tree_mean_kernel(
         tl.store(y_ptr + row * step + column, mean, mask=inside)
 
 
-@functools.lru_cache(MAX_PLANS)
+@cached_plan
 def tree_launches(rows: int, n: int, inner: int, dtype: torch.dtype) -> list[tuple[Launch, int]]:
     """With each launch how many of n it leaves. ``inner``: numbers side by side, each of a mean of its own."""
     launches = []
@@ -248,15 +250,15 @@ def tree_launches(rows: int, n: int, inner: int, dtype: torch.dtype) -> list[tup
         launch = Launch(
             tree_mean_kernel,
             (triton.cdiv(rows, block_r) * triton.cdiv(step, block_n), 1),
-            (rows, step),
             {
+                "rows": rows,
+                "step": step,
                 "SLICES": slices,
                 "LAST": last,
                 "FORMAT": FORMATS[dtype],
                 "BLOCK_R": block_r,
                 "BLOCK_N": block_n,
             },
-            overlaps=True,
             contracts=False,  # halving and the next level's addition, made one, would not round a subnormal half
         )
         n = 1 if last else n
@@ -291,16 +293,14 @@ def running_sum_kernel(
     tl.store(y_ptr + row, total.to(tl.float32))
 
 
-@functools.lru_cache(MAX_PLANS)
+@cached_plan
 def running_launch(rows: int, n: int, dtype: torch.dtype) -> Launch:
     at_once = min(triton.next_power_of_2(n), _AT_ONCE)
     return Launch(
         running_sum_kernel,
         (rows, 1),
-        (n,),
-        {"FORMAT": FORMATS[dtype], "AT_ONCE": at_once, "EVEN": n % at_once == 0},
+        {"n": n, "FORMAT": FORMATS[dtype], "AT_ONCE": at_once, "EVEN": n % at_once == 0},
         num_warps=1,
-        overlaps=True,
         contracts=False,
     )
 

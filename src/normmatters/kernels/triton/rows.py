@@ -104,7 +104,7 @@ class Tables(NamedTuple):
         """
         return {
             aligned: [
-                (Launch(kernel, (len(tasks), 1), (self.layers.shape[1],), {**constants, "WIDE": width}), tasks)
+                (Launch(kernel, (len(tasks), 1), {**constants, "tensors": self.layers.shape[1], "WIDE": width}), tasks)
                 for wide, tasks in self.tasks
                 for width in (wide if aligned else 1,)
             ]

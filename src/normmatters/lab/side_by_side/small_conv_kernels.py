@@ -187,12 +187,11 @@ def plan_of(batch: int, height: int, width: int, c_in: int, c_out: int, dtype: t
     """For x of (batch, c_in, height, width) and a weight of (c_out, c_in, 3, 3)."""
     cut = TILES[max(c_in, c_out)]
     size = {"HEIGHT": height, "WIDTH": width}
-    launch = functools.partial(Launch, overlaps=True)
 
     def convolve(inputs: int, outputs: int, turned: bool) -> Launch:
         grid = (-(-batch * width // cut.columns), -(-height // cut.rows))
         shape = {**size, "IN": inputs, "OUT": outputs, "TURNED": turned, "ROWS": cut.rows, "BLOCK": cut.columns}
-        return launch(convolve_kernel, grid, (batch * width,), shape, num_warps=cut.warps[0])
+        return Launch(convolve_kernel, grid, {"columns": batch * width, **shape}, num_warps=cut.warps[0])
 
     pixels = batch * height * width
     tiles = -(-pixels // cut.pixels)
@@ -202,17 +201,15 @@ def plan_of(batch: int, height: int, width: int, c_in: int, c_out: int, dtype: t
     return Plan(
         convolve(c_in, c_out, turned=False),
         convolve(c_out, c_in, turned=True),
-        launch(
+        Launch(
             weight_parts_kernel,
             (parts, 1 if cut.joint else 3),
-            (pixels,),
-            {**size, "IN": c_in, "OUT": c_out, **work},
+            {"pixels": pixels, **size, "IN": c_in, "OUT": c_out, **work},
             num_warps=cut.warps[1],
         ),
-        launch(
+        Launch(
             add_parts_kernel,
             (total // block, 1),
-            (),
             {"SIZE": total, "PARTS": parts, "BLOCK_P": triton.next_power_of_2(parts), "BLOCK": block},
         ),
         parts,

@@ -1,10 +1,7 @@
 """The backward pass: its sums per channel, the coefficients of dx, and dx itself.
 
-The backward pass's two sums per channel, Σg and Σg·x̂, in one read of the gradient.
-
-x̂ comes from x (exact), from the output (lean: x̂ = (z−β)/γ), or from 4-bit codes of x̂ (lean with a residual).
-
-The gradient of the input from the gradient of the output and a few bits per element.
+The sums are Σg and Σg·x̂, in one read of the gradient; x̂ comes from x (exact), from the output (lean: x̂ = (z−β)/γ), or
+from 4-bit codes of x̂ (lean with a residual).
 
 dx = A·g + B·[x ≥ μ] + E with per-channel A, B, E (L1); Q·(x−μ) instead of B·[…] for L2; for L∞, Top(k) and range a
 handful of elements per channel get an extra term (``scatter_kernel``).
@@ -12,7 +9,7 @@ handful of elements per channel get an extra term (``scatter_kernel``).
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -23,18 +20,19 @@ from normmatters.kernels.triton.batch_norm import layout
 from normmatters.kernels.triton.batch_norm.layout import (
     MAX_REGISTERS,
     Affine,
-    Tiling,
     Variant,
     View,
     affine_of,
     channel_blocks,
+    empty,
+    grid_of,
     has_of,
-    is_even,
     is_small,
     next_power_of_2,
-    overlapping,
     rounding_of,
-    view_of,
+    sizes_of,
+    values_of,
+    view_of_shape,
 )
 from normmatters.kernels.triton.batch_norm.tiles import (
     CODE_STEP,
@@ -45,7 +43,6 @@ from normmatters.kernels.triton.batch_norm.tiles import (
     MEAN,
     add_entries,
     add_splits,
-    by_group,
     coarse,
     has_bit,
     is_open_code,
@@ -53,9 +50,10 @@ from normmatters.kernels.triton.batch_norm.tiles import (
     load_tile,
     load_words,
     program_part,
-    tile_rows,
+    store_sums,
+    store_tile,
 )
-from normmatters.kernels.triton.launch import Launch, cached_plan, wait_for_previous
+from normmatters.kernels.triton.launch import Launch, cached_plan, launch, wait_for_previous
 
 # What the backward pass knows x̂ from.
 FROM_INPUT: tl.constexpr = tl.constexpr(0)
@@ -73,7 +71,7 @@ def is_vague(gamma, beta, ROUNDING: tl.constexpr, TINY: tl.constexpr):
 def sums_kernel(
     g_ptr,
     link_ptr,
-    d_ptr,
+    dresidual_ptr,
     saved_ptr,
     code_ptr,
     weight_ptr,
@@ -104,7 +102,7 @@ def sums_kernel(
     """Partial Σg and Σg·t, where t is x−μ, z−β (the sign of x−μ where that is vague) or x̂'s code.
 
     They stand in the scratch after the coefficients. LINKED: g comes in two parts, and their sum, masked by the ReLU,
-    is written to d, rounded as a tensor of its own would be.
+    is written to dresidual, rounded as a tensor of its own would be.
     """
     wait_for_previous(OVERLAP)
     part_ptr = scratch_ptr + 4 * channels
@@ -130,7 +128,7 @@ def sums_kernel(
         g = g_ahead.to(tl.float32)
         g_ahead = load_tile(g_ptr, following, col, rows, cols, BLOCK_R, EVEN, not LINKED)
         if LINKED:
-            g = (g + link_ahead.to(tl.float32)).to(d_ptr.dtype.element_ty).to(tl.float32)
+            g = (g + link_ahead.to(tl.float32)).to(dresidual_ptr.dtype.element_ty).to(tl.float32)
             link_ahead = load_tile(link_ptr, following, col, rows, cols, BLOCK_R, EVEN, False)
         if WORDS:
             words = words_ahead
@@ -150,11 +148,7 @@ def sums_kernel(
             second += tl.sum(g * t, axis=1)
         first += tl.sum(g, axis=1)
         if LINKED:
-            row = tile_rows(tile, BLOCK_R)
-            mask = row < rows
-            if not EVEN:
-                mask = mask & inside[None, None, :]
-            tl.store(d_ptr + row.to(tl.int64) * cols + col[None, None, :], g.to(d_ptr.dtype.element_ty), mask=mask)
+            store_tile(dresidual_ptr, g, tile, col, rows, cols, BLOCK_R, EVEN)
     if SOURCE == FROM_OUTPUT:
         vague = is_vague(gamma, beta, ROUNDING, TINY) & inside
         if tl.max(vague.to(tl.int32), axis=0) > 0:
@@ -169,11 +163,10 @@ def sums_kernel(
                 signed += tl.sum(tl.where(has_bit(words, 0, 2), g, -g), axis=1)
             second = tl.where(vague[None, :], signed, second)
 
-    entry = block * (BLOCK_C // GROUP) + tl.arange(0, BLOCK_C // GROUP)
-    out = part_ptr + split * entries + entry
-    tl.store(out, by_group(tl.sum(first, axis=0), GROUP, BLOCK_C), mask=entry < entries)
+    store_sums(part_ptr, tl.sum(first, axis=0), block, split, entries, GROUP, BLOCK_C)
     if not MEAN_ONLY:
-        tl.store(out + splits * entries, by_group(tl.sum(second, axis=0), GROUP, BLOCK_C), mask=entry < entries)
+        plane = splits * entries
+        store_sums(part_ptr + plane, tl.sum(second, axis=0), block, split, entries, GROUP, BLOCK_C)
 
 
 @triton.jit
@@ -244,7 +237,6 @@ def coefficients_kernel(
     OVERLAP: tl.constexpr,
 ):
     """dγ, dβ and the coefficients of dx = A·g + B·t + E: coefficient[0..2]; [3] is what each extreme element gets."""
-    coefficient_ptr = scratch_ptr
     part_ptr = scratch_ptr + 4 * channels
     channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     mask = channel < channels
@@ -266,19 +258,19 @@ def coefficients_kernel(
     tl.store(dbias_ptr + channel, first, mask=mask)
     tl.store(dweight_ptr + channel, dweight, mask=mask)
 
-    tl.store(coefficient_ptr + channel, slope, mask=mask)
-    tl.store(coefficient_ptr + channels + channel, tilt, mask=mask)
-    tl.store(coefficient_ptr + 2 * channels + channel, even, mask=mask)
-    tl.store(coefficient_ptr + 3 * channels + channel, each, mask=mask)
+    tl.store(scratch_ptr + channel, slope, mask=mask)
+    tl.store(scratch_ptr + channels + channel, tilt, mask=mask)
+    tl.store(scratch_ptr + 2 * channels + channel, even, mask=mask)
+    tl.store(scratch_ptr + 3 * channels + channel, each, mask=mask)
 
 
 @triton.jit
 def input_gradient_kernel(
-    g_ptr,
+    masked_ptr,
     saved_ptr,
     code_ptr,
     stats_ptr,
-    coefficient_ptr,
+    scratch_ptr,
     count_ptr,
     weight_ptr,
     bias_ptr,
@@ -315,13 +307,13 @@ def input_gradient_kernel(
 ):
     """dx = A·g + B·t + E, and the residual's gradient: the masked g.
 
-    SOLVE: there are partial sums instead of coefficients, and the first programs write dγ and dβ too. EARLY: g is not
-    what the kernel before writes.
+    SOLVE: there are partial sums instead of coefficients, and the first programs write dγ and dβ too. EARLY: the masked
+    gradient is not what the kernel before writes, and may not be masked yet.
     """
     _, split, splits, col, inside, channel = program_part(cols, spatial, CONTIGUOUS, False, BLOCK_C)
     # The gradient and the codes are there: the kernel before, which is ours, has waited for them.
     if EARLY:
-        g_ahead = load_tile(g_ptr, split, col, rows, cols, BLOCK_R, EVEN, False)
+        g_ahead = load_tile(masked_ptr, split, col, rows, cols, BLOCK_R, EVEN, False)
     if CODE_BITS > 0:
         words_ahead = load_words(code_ptr, split, col, rows, cols, BLOCK_R, EVEN)
     if KIND == L2:
@@ -335,9 +327,9 @@ def input_gradient_kernel(
             count = add_splits(count_ptr, channel, inside, channels, SPLITS, BLOCK_S).to(tl.float32)
     wait_for_previous(OVERLAP)
     if not EARLY:
-        g_ahead = load_tile(g_ptr, split, col, rows, cols, BLOCK_R, EVEN, False)
+        g_ahead = load_tile(masked_ptr, split, col, rows, cols, BLOCK_R, EVEN, False)
     if SOLVE:
-        part_ptr = coefficient_ptr + 4 * channels
+        part_ptr = scratch_ptr + 4 * channels
         first = add_splits(part_ptr, channel, inside, channels, SPLITS, BLOCK_S)
         second = first
         if KIND != MEAN:
@@ -349,13 +341,13 @@ def input_gradient_kernel(
             tl.store(dbias_ptr + channel, first, mask=inside)
             tl.store(dweight_ptr + channel, dweight, mask=inside)
     else:
-        slope = tl.load(coefficient_ptr + channel, mask=inside, other=0.0)
-        tilt = tl.load(coefficient_ptr + channels + channel, mask=inside, other=0.0)
-        even = tl.load(coefficient_ptr + 2 * channels + channel, mask=inside, other=0.0)
+        slope = tl.load(scratch_ptr + channel, mask=inside, other=0.0)
+        tilt = tl.load(scratch_ptr + channels + channel, mask=inside, other=0.0)
+        even = tl.load(scratch_ptr + 2 * channels + channel, mask=inside, other=0.0)
     slope = slope[None, None, :]
     if KIND == EXTREME:
         # The sparse term sums to zero over a channel: what the extremes get, all the others give.
-        each = tl.load(coefficient_ptr + 3 * channels + channel, mask=inside, other=0.0)
+        each = tl.load(scratch_ptr + 3 * channels + channel, mask=inside, other=0.0)
         signs = tl.zeros((BLOCK_C,), tl.float32)
         for j in range(K):
             at = tl.load(index_ptr + j * channels + channel, mask=inside, other=0)
@@ -365,13 +357,8 @@ def input_gradient_kernel(
         mean = tl.load(stats_ptr + channel, mask=inside, other=0.0)[None, None, :]
 
     for it in range(split, tiles, splits):
-        row = tile_rows(it, BLOCK_R)
-        offset = row.to(tl.int64) * cols + col[None, None, :]
-        mask = row < rows
-        if not EVEN:
-            mask = mask & inside[None, None, :]
         g = g_ahead.to(tl.float32)
-        g_ahead = load_tile(g_ptr, it + splits, col, rows, cols, BLOCK_R, EVEN, False)
+        g_ahead = load_tile(masked_ptr, it + splits, col, rows, cols, BLOCK_R, EVEN, False)
         if CODE_BITS > 0:
             words = words_ahead
             words_ahead = load_words(code_ptr, it + splits, col, rows, cols, BLOCK_R, EVEN)
@@ -391,20 +378,20 @@ def input_gradient_kernel(
         if KIND == L2:
             dx += tilt[None, None, :] * (x_ahead.to(tl.float32) - mean)
             x_ahead = load_tile(saved_ptr, it + splits, col, rows, cols, BLOCK_R, EVEN, False)
-        tl.store(dx_ptr + offset, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        store_tile(dx_ptr, dx, it, col, rows, cols, BLOCK_R, EVEN)
         if WRITE_RESIDUAL:
-            tl.store(dresidual_ptr + offset, g.to(dresidual_ptr.dtype.element_ty), mask=mask)
+            store_tile(dresidual_ptr, g, it, col, rows, cols, BLOCK_R, EVEN)
 
 
 @triton.jit
 def scatter_kernel(
-    dx_ptr, index_ptr, coefficient_ptr, channels, K: tl.constexpr, BLOCK_C: tl.constexpr, OVERLAP: tl.constexpr
+    dx_ptr, index_ptr, scratch_ptr, channels, K: tl.constexpr, BLOCK_C: tl.constexpr, OVERLAP: tl.constexpr
 ):
     """Adds the extra term of the K extreme elements of each channel."""
     wait_for_previous(OVERLAP)
     channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     mask = channel < channels
-    each = tl.load(coefficient_ptr + 3 * channels + channel, mask=mask, other=0.0)
+    each = tl.load(scratch_ptr + 3 * channels + channel, mask=mask, other=0.0)
     for j in range(K):
         at = tl.load(index_ptr + j * channels + channel, mask=mask, other=0)
         offset = tl.where(at >= 0, at, ~at)
@@ -419,115 +406,77 @@ def scatter_kernel(
 class GradientPlan(NamedTuple):
     """The launches of :func:`gradient` at one shape; scratch holds the coefficients, then the partial sums."""
 
-    sums: Launch
-    finish: Launch | None
-    input_gradient: Launch
-    scatter: Launch | None
+    launches: tuple[Launch, ...]
+    channels: int
     scratch: int
 
 
-def coefficients_launch(
-    view: View, dtype: torch.dtype, affine: Affine, tiling: Tiling, variant: Variant, source: int
-) -> Launch:
-    """The launch that makes dγ, dβ and dx's coefficients from the partial sums of one ``tiling``."""
+def coefficients_launch(view: View, values: dict[str, Any]) -> Launch:
+    """The launch that makes dγ, dβ and dx's coefficients from the partial sums, with the ``values`` of these."""
     block_c, block_e, programs = channel_blocks(view)
-    return overlapping(
-        coefficients_kernel,
-        (programs, 1),
-        {
-            "channels": view.channels,
-            "entries": tiling.entries(view),
-            "splits": tiling.splits,
-            "per_channel": view.spatial // tiling.group,
-            "n": view.n,
-        },
-        {
-            "KIND": KINDS[variant.kind],
-            "SOURCE": source,
-            "K": 1 if variant.kind == "range" else max(variant.selected, 1),
-            **has_of(affine),
-            **rounding_of(dtype),
-            "BLOCK_E": block_e,
-            "BLOCK_C": block_c,
-        },
-        num_warps=8,
-    )
+    return Launch(coefficients_kernel, (programs, 1), values | {"BLOCK_E": block_e, "BLOCK_C": block_c}, num_warps=8)
 
 
 @cached_plan
 def _gradient_plan(
-    view: View, dtype: torch.dtype, affine: Affine, variant: Variant, need_dresidual: bool, linked: bool
+    sizes: tuple[int, ...],
+    contiguous: bool,
+    dtype: torch.dtype,
+    affine: Affine,
+    variant: Variant,
+    constant: float,
+    need_dresidual: bool,
+    linked: bool,
 ) -> GradientPlan:
+    view = view_of_shape(sizes, contiguous)
     tiling = layout.apply_tiling_of(view, dtype.itemsize)
     kind, relu, lean, terms = variant.kind, variant.relu, variant.lean, variant.selected
-    contiguous, even = view.spatial > 1, is_even(view, tiling)
-    entries = tiling.entries(view)
     source = FROM_INPUT.value
     if lean:
         source = FROM_OUTPUT.value if variant.inverts_output else FROM_CODE.value
     solves = is_small(view, dtype.itemsize) and not terms
-    has, rounding = has_of(affine), rounding_of(dtype)
-    blocks = {"BLOCK_R": tiling.block_r, "BLOCK_C": tiling.block_c}
-    grid = (-(-view.cols // tiling.block_c), tiling.splits)
-    sums = overlapping(
+    values = {
+        **values_of(view, tiling),
+        **has_of(affine),
+        **rounding_of(dtype),
+        "constant": float(constant),
+        "KIND": KINDS[kind],
+        "SOURCE": source,
+        "K": 1 if kind == "range" else max(terms, 1),
+    }
+    grid, num_warps = grid_of(view, tiling), tiling.num_warps
+    sums = Launch(
         sums_kernel,
         grid,
-        {**view.sizes, "entries": entries, "tiles": tiling.tiles},
-        {
-            "SOURCE": source,
-            "MEAN_ONLY": kind == "mean",
-            "CONTIGUOUS": contiguous,
-            "EVEN": even,
-            **has,
-            "RELU": relu,
-            "LINKED": linked,
-            **rounding,
-            "GROUP": tiling.group,
-            **blocks,
-        },
-        num_warps=tiling.num_warps,
+        {**values, "MEAN_ONLY": kind == "mean", "RELU": relu, "LINKED": linked},
+        num_warps=num_warps,
         # Three tensors on their way need more room.
         maxnreg=None if linked and not lean else MAX_REGISTERS,
     )
-    finish = None if solves else coefficients_launch(view, dtype, affine, tiling, variant, source)
     # What the sums kernel wrote of a linked gradient has passed the ReLU already.
     masks = relu and not linked
-    input_gradient = overlapping(
+    input_gradient = Launch(
         input_gradient_kernel,
         grid,
-        {**view.sizes, "tiles": tiling.tiles},
         {
-            "KIND": KINDS[kind],
+            **values,
             "K": terms,
             "SOLVE": solves,
-            "SOURCE": source,
-            **has,
-            **rounding,
-            "BLOCK_S": next_power_of_2(tiling.splits),
-            "SPLITS": tiling.splits,
             "CODE_BITS": variant.code_bits if masks or kind == "l1" else 0,
-            "CONTIGUOUS": contiguous,
-            "EVEN": even,
             "RELU": masks,
             "WRITE_RESIDUAL": masks and need_dresidual,
             "EARLY": not (linked and solves),  # the sums kernel writes a linked gradient
-            **blocks,
         },
-        num_warps=tiling.num_warps,
+        num_warps=num_warps,
         maxnreg=MAX_REGISTERS,
     )
-    scatter = None
+    launches = [sums, *([] if solves else [coefficients_launch(view, values)]), input_gradient]
     if terms:
         block = min(128, next_power_of_2(view.channels))
-        scatter = overlapping(
-            scatter_kernel,
-            (-(-view.channels // block), 1),
-            {"channels": view.channels},
-            {"K": terms, "BLOCK_C": block},
-            num_warps=1,
-        )
-    planes = 1 if kind == "mean" else 2
-    return GradientPlan(sums, finish, input_gradient, scatter, 4 * view.channels + planes * tiling.splits * entries)
+        scatter = values | {"K": terms, "BLOCK_C": block}
+        launches.append(Launch(scatter_kernel, (-(-view.channels // block), 1), scatter, num_warps=1))
+    sums_in_all = (1 if kind == "mean" else 2) * tiling.splits * tiling.entries(view)
+    return GradientPlan(tuple(launches), view.channels, 4 * view.channels + sums_in_all)
 
 
 def gradient(
@@ -546,58 +495,30 @@ def gradient(
     need_dresidual: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """dx, dγ, dβ and the residual's gradient (None where it is g itself or not wanted). ``link`` is added to g."""
-    view = view_of(g)
     linked = link is not None
-    plan = _gradient_plan(view, g.dtype, affine_of(weight, bias), variant, need_dresidual, linked)
-    scratch = torch.empty(plan.scratch, dtype=torch.float32, device=g.device)
-    dweight = torch.empty(view.channels, dtype=torch.float32, device=g.device)
-    dbias = torch.empty_like(dweight)
+    plan = _gradient_plan(
+        sizes_of(g), g.is_contiguous(), g.dtype, affine_of(weight, bias), variant, constant, need_dresidual, linked
+    )
+    scratch, dweight, dbias = empty(g, plan.scratch), empty(g, plan.channels), empty(g, plan.channels)
     dx = torch.empty_like(g)
     # Without a ReLU the residual's gradient is g itself: the caller returns that.
-    masked = torch.empty_like(g) if linked or (need_dresidual and variant.relu) else dx
-    if weight is None:
-        weight = statistics
-    if bias is None:
-        bias = statistics
-    plan.sums.by_name(
-        g_ptr=g,
-        link_ptr=g if link is None else link,
-        d_ptr=masked,
-        saved_ptr=saved,
-        code_ptr=code,
-        weight_ptr=weight,
-        bias_ptr=bias,
-        stats_ptr=statistics,
-        scratch_ptr=scratch,
-    )
-    if plan.finish is not None:
-        plan.finish.by_name(
-            constant,
-            scratch_ptr=scratch,
-            count_ptr=count,
-            weight_ptr=weight,
-            bias_ptr=bias,
-            stats_ptr=statistics,
-            dweight_ptr=dweight,
-            dbias_ptr=dbias,
-        )
-    extremes = index if index is not None and variant.selected else statistics
-    plan.input_gradient.by_name(
-        constant,
-        g_ptr=masked if linked else g,
-        saved_ptr=saved,
-        code_ptr=code,
-        stats_ptr=statistics,
-        coefficient_ptr=scratch,
-        count_ptr=count,
-        weight_ptr=weight,
-        bias_ptr=bias,
-        index_ptr=extremes,
-        dx_ptr=dx,
-        dresidual_ptr=masked,
-        dweight_ptr=dweight,
-        dbias_ptr=dbias,
-    )
-    if plan.scatter is not None:
-        plan.scatter.by_name(dx_ptr=dx, index_ptr=extremes, coefficient_ptr=scratch)
-    return dx, dweight, dbias, masked if need_dresidual and masked is not dx else None
+    dresidual = torch.empty_like(g) if linked or (need_dresidual and variant.relu) else dx
+    tensors = {
+        "g_ptr": g,
+        "link_ptr": g if link is None else link,
+        "masked_ptr": dresidual if linked else g,
+        "saved_ptr": saved,
+        "code_ptr": code,
+        "count_ptr": count,
+        "stats_ptr": statistics,
+        "index_ptr": index if index is not None and variant.selected else statistics,
+        "weight_ptr": statistics if weight is None else weight,
+        "bias_ptr": statistics if bias is None else bias,
+        "scratch_ptr": scratch,
+        "dx_ptr": dx,
+        "dresidual_ptr": dresidual,
+        "dweight_ptr": dweight,
+        "dbias_ptr": dbias,
+    }
+    launch(plan.launches, tensors)
+    return dx, dweight, dbias, dresidual if need_dresidual and dresidual is not dx else None

@@ -14,16 +14,15 @@ thread, and needs no exchange. Eight rows were tried and ran out of registers.
 
 from __future__ import annotations
 
-import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from normmatters.kernels.memory_format import memory_format
-from normmatters.kernels.triton.launch import Launch, cached_plan
-from normmatters.norm import Norm
+from normmatters.kernels.triton.launch import cached_plan
+from normmatters.norm import Norm, RunningStats
 
 ROWS_PER_CODE = 4
 
@@ -46,11 +45,6 @@ class View(NamedTuple):
     @property
     def channels(self) -> int:
         return self.cols // self.spatial
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """As the kernels take them."""
-        return {"rows": self.rows, "cols": self.cols, "spatial": self.spatial, "channels": self.channels}
 
     @property
     def n(self) -> int:
@@ -92,12 +86,14 @@ def stored_format(g: Tensor, channels_last: bool) -> torch.memory_format:
 
 
 def view_of(x: Tensor) -> View:
-    """The view of ``x``, which is dense in its :func:`memory_format`.
+    """The view of ``x``, which is dense in its :func:`memory_format`."""
+    return view_of_shape(sizes_of(x), x.is_contiguous())
 
-    Plain integers: the tiling depends on the sizes, so a compiled graph is specialized to them.
-    """
+
+def sizes_of(x: Tensor) -> tuple[int, ...]:
+    """Plain integers: the tiling depends on the sizes, so a compiled graph is specialized to them."""
     # A plain tensor's sizes are integers already; a traced one's may be symbols, which no cache takes.
-    return view_of_shape(x.shape if type(x) is Tensor else tuple(map(int, x.shape)), x.is_contiguous())
+    return x.shape if type(x) is Tensor else tuple(map(int, x.shape))
 
 
 @cached_plan
@@ -169,8 +165,33 @@ def apply_tiling_of(view: View, itemsize: int) -> Tiling:
 # Four programs of four warps a multiprocessor: enough loads in flight, and the grid is one wave of them.
 MAX_REGISTERS = 128
 
-#: A launch of a kernel that waits for the previous kernel; all batch norm kernels do.
-overlapping = functools.partial(Launch, overlaps=True)
+
+def values_of(view: View, tiling: Tiling) -> dict[str, Any]:
+    """What kernels take of a view and its tiling."""
+    return {
+        "rows": view.rows,
+        "cols": view.cols,
+        "spatial": view.spatial,
+        "channels": view.channels,
+        "n": view.n,
+        "entries": tiling.entries(view),
+        "per_channel": view.spatial // tiling.group,
+        "splits": tiling.splits,
+        "tiles": tiling.tiles,
+        "CONTIGUOUS": view.spatial > 1,
+        "EVEN": is_even(view, tiling),
+        "SPLITS": tiling.splits,
+        "BLOCK_S": next_power_of_2(tiling.splits),
+        "GROUP": tiling.group,
+        "BLOCK_R": tiling.block_r,
+        "BLOCK_C": tiling.block_c,
+    }
+
+
+def grid_of(view: View, tiling: Tiling) -> tuple[int, int]:
+    """A program for each block of columns and each split."""
+    return -(-view.cols // tiling.block_c), tiling.splits
+
 
 # Half a unit in the last place, and half the smallest number: what storing an output loses.
 _ROUNDING = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-9, torch.float32: 2.0**-24}
@@ -215,13 +236,22 @@ def has_of(affine: Affine) -> dict[str, bool]:
 class Moved(NamedTuple):
     """What moves beside the statistics: the dtypes of the running ones, if there are, and whether batches count."""
 
-    running: tuple[torch.dtype, torch.dtype] | None
-    counts: bool
+    running: tuple[torch.dtype, torch.dtype] | None = None
+    counts: bool = False
 
     @property
-    def constants(self) -> dict[str, bool]:
-        """As the kernels ask for it."""
+    def values(self) -> dict[str, bool]:
+        """As the kernels take it."""
         return {"HAS_RUNNING": self.running is not None, "COUNTS": self.counts}
+
+
+def moved_of(running: RunningStats) -> Moved:
+    """What moves of these buffers. Where there is only one, the other one is float32 memory that nobody reads."""
+    mean, var, batches, _ = running
+    if mean is None and var is None:
+        return Moved(None, batches is not None)
+    dtypes = (torch.float32 if mean is None else mean.dtype, torch.float32 if var is None else var.dtype)
+    return Moved(dtypes, batches is not None)
 
 
 class Statistic(NamedTuple):
@@ -236,6 +266,12 @@ class Statistic(NamedTuple):
     def selected(self) -> int:
         """How many elements per channel it is made of and have a term of their own in the gradient; 0 where all do."""
         return {"linf": 1, "topk": self.k, "range": 2}.get(self.kind, 0)
+
+    def values(self, view: View) -> dict[str, float]:
+        """The numbers that kernels take of it."""
+        # The range does not see the mean, so it has no degree of freedom to correct for.
+        unbias = 1.0 if self.kind == "range" else view.n / (view.n - 1)
+        return {"constant": float(self.constant), "eps": float(self.eps), "unbias": unbias}
 
 
 def statistic_of(norm: Norm, n: int) -> Statistic:

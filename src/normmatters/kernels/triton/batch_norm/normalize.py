@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from normmatters.kernels.triton.batch_norm import layout
 from normmatters.kernels.triton.batch_norm.layout import (
     MAX_REGISTERS,
     ROWS_PER_CODE,
     Affine,
-    Moved,
     Tiling,
     Variant,
     View,
-    affine_of,
+    grid_of,
     has_of,
-    is_even,
-    next_power_of_2,
-    overlapping,
-    view_of,
+    values_of,
 )
-from normmatters.kernels.triton.batch_norm.statistics import PartialSums, small_statistics
+from normmatters.kernels.triton.batch_norm.statistics import small_statistics
 from normmatters.kernels.triton.batch_norm.tiles import (
-    KINDS,
-    by_group,
     coarse_code,
     load_affine,
     load_tile,
@@ -38,11 +31,13 @@ from normmatters.kernels.triton.batch_norm.tiles import (
     program_part,
     rows_above,
     scale_factors,
+    store_sums,
+    store_tile,
     store_words,
     tile_rows,
     write_statistics,
 )
-from normmatters.kernels.triton.launch import Launch, cached_plan, wait_for_previous
+from normmatters.kernels.triton.launch import Launch, wait_for_previous
 
 # What the forward pass saves for the backward pass --------------------------------------------------------------------
 
@@ -117,18 +112,15 @@ def normalize_kernel(
     RELU: tl.constexpr,
     CODE_BITS: tl.constexpr,
     COUNT: tl.constexpr,
-    EARLY: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """z and its codes. EARLY: the kernel before is the one that made the statistics, and has waited for all else.
+    """z and its codes. The kernel before is the one that made the statistics, and has waited for all else.
 
     FINALIZE: there are partial sums instead of statistics, and the first programs write these too.
     """
-    if not EARLY:
-        wait_for_previous(OVERLAP)
     block, split, splits, col, inside, channel = program_part(cols, spatial, CONTIGUOUS, False, BLOCK_C)
     gamma, beta = load_affine(weight_ptr, bias_ptr, channel, inside, HAS_WEIGHT, HAS_BIAS)
     # Against the way of the kernel before, which went forwards: the cache holds what it read last.
@@ -138,8 +130,7 @@ def normalize_kernel(
         residual_ahead = load_tile(residual_ptr, start, col, rows, cols, BLOCK_R, EVEN, False)
     if FINALIZE:
         shift = middle_value(x_ptr, channel, inside, rows, cols, 1)
-    if EARLY:
-        wait_for_previous(OVERLAP)
+    wait_for_previous(OVERLAP)
     if FINALIZE:
         mean, scale = small_statistics(
             shift, scratch_ptr, channel, inside, channels, rows, constant, KIND, SPLITS, BLOCK_S
@@ -161,13 +152,9 @@ def normalize_kernel(
         if FINALIZE:
             tile = tiles - 1 - it
             following = tl.where(tile >= splits, tile - splits, tiles)
-        row = tile_rows(tile, BLOCK_R)
-        mask = row < rows
-        if not EVEN:
-            mask = mask & inside[None, None, :]
         d = ahead.to(tl.float32) - mean[None, None, :]
-        if not EVEN and COUNT:
-            d = tl.where(mask, d, -1e30)  # what lies outside is not above the mean
+        if not EVEN and COUNT:  # what lies outside is not above the mean
+            d = tl.where((tile_rows(tile, BLOCK_R) < rows) & inside[None, None, :], d, -1e30)
         ahead = load_tile(x_ptr, following, col, rows, cols, BLOCK_R, EVEN, False)
         y = d * slope + beta[None, None, :]
         if HAS_RESIDUAL:
@@ -177,7 +164,7 @@ def normalize_kernel(
         if RELU:
             # NaN passes through, as in PyTorch.
             z = tl.maximum(y, 0.0, propagate_nan=tl.PropagateNan.ALL)
-        tl.store(z_ptr + row.to(tl.int64) * cols + col[None, None, :], z.to(z_ptr.dtype.element_ty), mask=mask)
+        store_tile(z_ptr, z, tile, col, rows, cols, BLOCK_R, EVEN)
         if CODE_BITS == 2:
             word = pack(d >= 0, 1)
             if RELU:
@@ -192,105 +179,31 @@ def normalize_kernel(
             if COUNT:
                 count += rows_above(word, CODE_BITS)
     if COUNT:
-        entry = block * (BLOCK_C // GROUP) + tl.arange(0, BLOCK_C // GROUP)
-        total = by_group(tl.sum(count, axis=0), GROUP, BLOCK_C)
-        tl.store(count_ptr + split * entries + entry, total.to(count_ptr.dtype.element_ty), mask=entry < entries)
+        store_sums(count_ptr, tl.sum(count, axis=0), block, split, entries, GROUP, BLOCK_C)
 
 
 # Launch ---------------------------------------------------------------------------------------------------------------
 
-_NOTHING_MOVES = Moved(None, counts=False)
-_NO_NUMBERS = (0.0, 0.0, 0.0, 0.0)
 
+def normalize_launch(
+    view: View, dtype: torch.dtype, affine: Affine, variant: Variant, values: dict[str, Any], save: bool
+) -> Launch:
+    """The launch after those of the statistics of the same tensor, with their ``values``.
 
-class NormalizePlan(NamedTuple):
-    """The launch of :func:`normalize` at one shape, and what it saves."""
-
-    launch: Launch
-    saved: Saved
-
-
-@cached_plan
-def _normalize_plan(
-    view: View,
-    dtype: torch.dtype,
-    affine: Affine,
-    variant: Variant,
-    save: bool,
-    early: bool,
-    finalize: bool,
-    moved: Moved,
-) -> NormalizePlan:
+    So the other tensors can be read before they have ended.
+    """
     tiling = layout.apply_tiling_of(view, dtype.itemsize)
-    launch = overlapping(
+    own = {
+        "HAS_RESIDUAL": variant.residual,
+        "RELU": variant.relu,
+        "CODE_BITS": variant.code_bits if save else 0,
+        "COUNT": variant.kind == "l1" and save,
+    }
+    return Launch(
         normalize_kernel,
-        (-(-view.cols // tiling.block_c), tiling.splits),
-        {**view.sizes, "entries": tiling.entries(view), "tiles": tiling.tiles},
-        {
-            "KIND": KINDS[variant.kind],
-            "FINALIZE": finalize,
-            **moved.constants,
-            "BLOCK_S": next_power_of_2(tiling.splits),
-            "SPLITS": tiling.splits,
-            "CONTIGUOUS": view.spatial > 1,
-            "EVEN": is_even(view, tiling),
-            **has_of(affine),
-            "HAS_RESIDUAL": variant.residual,
-            "RELU": variant.relu,
-            "CODE_BITS": variant.code_bits if save else 0,
-            "COUNT": variant.kind == "l1" and save,
-            "EARLY": early,
-            "GROUP": tiling.group,
-            "BLOCK_R": tiling.block_r,
-            "BLOCK_C": tiling.block_c,
-        },
+        grid_of(view, tiling),
+        values_of(view, tiling) | has_of(affine) | values | own,
         num_warps=tiling.num_warps,
         # With a residual, two tensors are on their way at a time: fewer programs, more loads each.
         maxnreg=None if variant.residual else MAX_REGISTERS,
     )
-    return NormalizePlan(launch, saved_shapes(view, dtype.itemsize, variant, save=save))
-
-
-def normalize(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    statistics: Tensor,
-    variant: Variant,
-    *,
-    save: bool,
-    early: bool = False,
-    sums: PartialSums | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The output, its codes, and how many elements lie above the mean (L1); the last two empty unless ``save``.
-
-    ``early`` says that the statistics of this very ``x`` were the last thing launched: then the other tensors can be
-    read before it has ended. With ``sums``, ``statistics`` is made from them and written, not read.
-    """
-    made_here = sums is not None
-    if sums is None:
-        sums = PartialSums(statistics, statistics, statistics, statistics, _NOTHING_MOVES, _NO_NUMBERS)
-    plan = _normalize_plan(
-        view_of(x), x.dtype, affine_of(weight, bias), variant, save, early, made_here, sums.moved
-    )  # fmt: skip
-    z = torch.empty_like(x)
-    saved, device = plan.saved, x.device
-    code = torch.empty(saved.code, dtype=saved.code_dtype, device=device)
-    count = torch.empty(saved.counts, dtype=saved.count_dtype, device=device)
-    plan.launch.by_name(
-        *sums.numbers,
-        x_ptr=x,
-        residual_ptr=x if residual is None else residual,
-        weight_ptr=statistics if weight is None else weight,
-        bias_ptr=statistics if bias is None else bias,
-        stats_ptr=statistics,
-        scratch_ptr=sums.scratch,
-        running_mean_ptr=sums.running_mean,
-        running_var_ptr=sums.running_var,
-        batches_ptr=sums.batches,
-        z_ptr=z,
-        code_ptr=code,
-        count_ptr=count,
-    )
-    return z, code, count

@@ -14,51 +14,90 @@ The backward pass then gets both gradients, and adds them while it sums them.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from normmatters.kernels.operators import Operator, any_requires_grad, in_dtype
-from normmatters.kernels.triton.batch_norm import gradient, normalize, statistics
+from normmatters.kernels.operators import Operator, any_requires_grad, in_dtype, needs_grad
+from normmatters.kernels.triton.batch_norm.gradient import gradient
 from normmatters.kernels.triton.batch_norm.layout import (
+    Affine,
+    Moved,
     Statistic,
     Variant,
     affine_of,
     dense,
+    empty,
     memory_format,
+    moved_of,
+    sizes_of,
     statistic_of,
     stored_format,
-    view_of,
+    view_of_shape,
 )
+from normmatters.kernels.triton.batch_norm.normalize import Saved, normalize_launch, saved_shapes
+from normmatters.kernels.triton.batch_norm.statistics import (
+    StatisticsPlan,
+    put_back,
+    statistics_plan,
+    statistics_tensors,
+)
+from normmatters.kernels.triton.batch_norm.tiles import KINDS
+from normmatters.kernels.triton.launch import Launch, cached_plan, launch
 from normmatters.norm import Norm, RunningStats
 
 
 class Options(NamedTuple):
-    """What a forward pass is called with beside its tensors."""
+    """What a forward pass is called with beside its tensors. ``save``: there will be a backward pass."""
 
-    statistic: Statistic
-    running: RunningStats
-    variant: Variant
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    batches: Tensor | None
+    momentum: float
+    kind: str
+    k: int
+    constant: float
+    eps: float
+    relu: bool
+    lean: bool
     save: bool
     linked: bool
 
-    def flat(self) -> tuple[Any, ...]:
-        """As the arguments of the operator."""
-        mean, var, batches, momentum = self.running
-        kind, k, constant, eps = self.statistic
-        relu, lean = self.variant.relu, self.variant.lean
-        return mean, var, batches, momentum, eps, kind, k, constant, relu, lean, self.save, self.linked
 
-    @classmethod
-    def from_arguments(cls, *arguments: Any) -> Options:
-        """From the operator's arguments: the tensors, then what :meth:`flat` gives."""
-        _, _, _, residual, _, mean, var, batches, momentum, eps, kind, k, constant, relu, lean, save, linked = arguments
-        statistic = Statistic(kind, k, constant, eps)
-        variant = Variant(kind, statistic.selected, relu, residual is not None, lean)
-        return cls(statistic, RunningStats(mean, var, batches, momentum), variant, save, linked)
+class ForwardPlan(NamedTuple):
+    """The launches of a forward pass at one shape, and what they leave."""
+
+    launches: tuple[Launch, ...]
+    statistics: StatisticsPlan
+    saved: Saved
+
+
+@cached_plan
+def _forward_plan(
+    sizes: tuple[int, ...],
+    contiguous: bool,
+    dtype: torch.dtype,
+    affine: Affine,
+    moved: Moved,
+    residual: bool,
+    statistic: Statistic,
+    relu: bool,
+    lean: bool,
+    save: bool,
+) -> ForwardPlan:
+    view = view_of_shape(sizes, contiguous)
+    variant = Variant(statistic.kind, statistic.selected, relu, residual, lean)
+    plan = statistics_plan(view, dtype, statistic, moved, alone=False)
+    values = {
+        **statistic.values(view),
+        **(Moved() if plan.whole else moved).values,
+        "KIND": KINDS[statistic.kind],
+        "FINALIZE": not plan.whole,
+    }
+    normalize = normalize_launch(view, dtype, affine, variant, values, save)
+    return ForwardPlan((*plan.launches, normalize), plan, saved_shapes(view, dtype.itemsize, variant, save=save))
 
 
 Results = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
@@ -78,35 +117,33 @@ def _forward(
     the extreme elements as [selected, C], or None where none is selected.
     """
     x = dense(x)
-    if residual is not None:  # before the statistics, so that nothing is launched between them and what follows
+    if residual is not None:
         residual = residual.contiguous(memory_format=memory_format(x))
-    index = None
-    sums = statistics.small_sums(x, options.statistic, options.running)
-    if sums is None:
-        stats, index = statistics.statistics(x, options.statistic, options.running)
-    else:
-        stats = x.new_empty((3, x.shape[1]), dtype=torch.float32)
-    z, code, count = normalize.normalize(
-        x, weight, bias, residual, stats, options.variant, save=options.save, early=True, sums=sums
-    )
-    return z, code, count, stats, index
-
-
-def _fake_forward(x: Tensor, weight: Any, bias: Any, residual: Tensor | None, link: Any, options: Options) -> Results:
-    z = torch.empty_like(x, memory_format=memory_format(x))
-    saved = normalize.saved_shapes(view_of(z), z.element_size(), options.variant, save=options.save)
-    code = x.new_empty(saved.code, dtype=saved.code_dtype)
-    count = x.new_empty(saved.counts, dtype=saved.count_dtype)
-    channels, selected = x.shape[1], options.statistic.selected
-    index = x.new_empty((selected, channels), dtype=torch.int64) if selected else None
-    return z, code, count, x.new_empty((3, channels), dtype=torch.float32), index
+    mean, var, batches, momentum, kind, k, constant, eps, relu, lean, save, _ = options
+    running = RunningStats(mean, var, batches, momentum)
+    launches, statistics, saved = _forward_plan(
+        sizes_of(x), x.is_contiguous(), x.dtype, affine_of(weight, bias), moved_of(running), residual is not None,
+        Statistic(kind, k, constant, eps), relu, lean, save,
+    )  # fmt: skip
+    tensors = statistics_tensors(statistics, x, running)
+    stats = tensors["stats_ptr"]
+    tensors["weight_ptr"] = stats if weight is None else weight
+    tensors["bias_ptr"] = stats if bias is None else bias
+    tensors["residual_ptr"] = x if residual is None else residual
+    tensors["z_ptr"] = z = torch.empty_like(x)
+    tensors["code_ptr"] = code = empty(x, *saved.code, dtype=saved.code_dtype)
+    tensors["count_ptr"] = count = empty(x, *saved.counts, dtype=saved.count_dtype)
+    launch(launches, tensors, (momentum,))
+    put_back(running, tensors)
+    return z, code, count, stats, tensors["index_ptr"] if statistics.selected else None
 
 
 def _save(ctx: Any, tensors: tuple[Any, ...], options: Options, results: Results) -> None:
     """Save x (exact), the output (lean), or codes alone (lean, where nobody else saves the output)."""
     x, weight, bias, residual, link = tensors
     z, code, count, stats, index = results
-    variant = options.variant
+    relu, lean = options.relu, options.lean
+    variant = Variant(options.kind, 0 if index is None else index.shape[0], relu, residual is not None, lean)
     saved = None
     if variant.lean:
         saved = z if variant.inverts_output else None
@@ -123,7 +160,7 @@ def _save(ctx: Any, tensors: tuple[Any, ...], options: Options, results: Results
     norm_node = None if link is None or residual is None else link.grad_fn
     ctx.linked = options.linked
     ctx.through_link = getattr(norm_node, "linked", False) and residual.grad_fn is norm_node
-    ctx.arguments = (*variant, options.statistic.constant, need_dresidual, channels_last)
+    ctx.arguments = (*variant, options.constant, need_dresidual, channels_last)
 
 
 def _gradients(ctx: Any, backward: Callable[..., Any], g: Tensor, link: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -170,38 +207,19 @@ def _backward(
     if link is not None:
         link = link.contiguous(memory_format=layout)
     variant = Variant(kind, selected, relu, residual, lean)
-    return gradient.gradient(
+    return gradient(
         dense_g, link, saved, code, count, stats, index, weight, bias, variant, constant, need_dresidual=need_dresidual
     )
 
 
-def _fake_backward(g: Tensor, link: Tensor | None, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    *_, relu, _, _, _, need_dresidual, channels_last = arguments
-    dx = torch.empty_like(g, memory_format=stored_format(g, channels_last))
-    dweight = g.new_empty(g.shape[1], dtype=torch.float32)
-    written = need_dresidual and (relu or link is not None)
-    return dx, dweight, torch.empty_like(dweight), torch.empty_like(dx) if written else None
-
-
 _batch_norm = Operator(
     "batch_norm",
-    forward_schema=(
-        "(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor? link, Tensor(a!)? running_mean, "
-        "Tensor(b!)? running_var, Tensor(c!)? batches, float momentum, float eps, str kind, int k, float constant, "
-        "bool relu, bool lean, bool save, bool linked) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
-    ),
-    backward_schema=(
-        "(Tensor g, Tensor? link, Tensor saved, Tensor code, Tensor count, Tensor stats, Tensor? index, "
-        "Tensor? weight, Tensor? bias, str kind, int selected, bool relu, bool residual, bool lean, float constant, "
-        "bool need_dresidual, bool channels_last) -> (Tensor, Tensor, Tensor, Tensor)"
-    ),
     options=Options,
     forward=_forward,
-    fake_forward=_fake_forward,
     save=_save,
     backward=_backward,
-    fake_backward=_fake_backward,
     gradients=_gradients,
+    changes=("running_mean", "running_var", "batches"),
     links=True,
 )
 
@@ -219,22 +237,13 @@ def batch_norm(
     linked: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """A batch norm in training, and its link if ``linked``; the dispatcher has checked the arguments."""
-    n = int(x.numel() // x.shape[1])
-    settings = _settings if torch.compiler.is_compiling() else _cached_settings
-    statistic, variant = settings(norm, n, act == "relu", residual is not None)
     x = dense(x)  # here, where autograd sees a copy made: what the node saves then leads to the input
     weight, bias = weight if weight is None else weight.contiguous(), bias if bias is None else bias.contiguous()
-    save = torch.is_grad_enabled() and any_requires_grad(x, weight, bias, residual, link)
+    save = needs_grad(x, weight, bias, residual, link)
     linked = linked and save
-    out = _batch_norm(x, weight, bias, residual, link, Options(statistic, running, variant, save, linked))
-    return out if linked else (out, None)
-
-
-def _settings(norm: Norm, n: int, relu: bool, residual: bool) -> tuple[Statistic, Variant]:
-    """The statistic over ``n`` elements per channel, and which code of the kernels runs."""
-    statistic = statistic_of(norm, n)
     lean = norm.memory == "lean" and norm.kind == "l1"  # the other statistics' gradients need the input itself
-    return statistic, Variant(norm.kind, statistic.selected, relu, residual, lean)
-
-
-_cached_settings = functools.lru_cache(_settings)
+    statistic = statistic_of(norm, int(x.numel() // x.shape[1]))
+    mean, var, batches, momentum = running
+    options = Options(mean, var, batches, float(momentum), *statistic, act == "relu", lean, save, linked)
+    out = _batch_norm(x, weight, bias, residual, link, options, needs_grad=save)
+    return out if linked else (out, None)

@@ -18,7 +18,6 @@ to four windows that an element can have won. Every sum has a fixed order.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -27,25 +26,26 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from normmatters.kernels.operators import Operator, any_requires_grad, in_dtype
+from normmatters.kernels.operators import Operator, in_dtype, needs_grad
 from normmatters.kernels.triton.batch_norm.gradient import FROM_INPUT, coefficients_launch
 from normmatters.kernels.triton.batch_norm.layout import (
     MAX_REGISTERS,
     Affine,
     Statistic,
     Tiling,
-    Variant,
     View,
     affine_of,
+    empty,
     has_of,
     next_power_of_2,
-    overlapping,
+    rounding_of,
     statistic_of,
+    values_of,
 )
 from normmatters.kernels.triton.batch_norm.normalize import count_dtype
 from normmatters.kernels.triton.batch_norm.statistics import statistics
-from normmatters.kernels.triton.batch_norm.tiles import load_affine
-from normmatters.kernels.triton.launch import Launch, cached_plan, wait_for_previous
+from normmatters.kernels.triton.batch_norm.tiles import KINDS, load_affine
+from normmatters.kernels.triton.launch import Launch, cached_plan, launch, wait_for_previous
 from normmatters.norm import Norm, RunningStats
 
 # Kernels --------------------------------------------------------------------------------------------------------------
@@ -269,7 +269,7 @@ def load_window(g_ptr, code_ptr, offset, mask):
 def pooled_input_gradient_kernel(
     g_ptr,
     code_ptr,
-    coefficient_ptr,
+    scratch_ptr,
     dx_ptr,
     windows_in_all,
     cols,
@@ -289,9 +289,9 @@ def pooled_input_gradient_kernel(
     splits = tl.num_programs(1)
     col = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = col < cols
-    slope = tl.load(coefficient_ptr + col, mask=inside, other=0.0)[None, :]
-    tilt = tl.load(coefficient_ptr + cols + col, mask=inside, other=0.0)[None, :]
-    even = tl.load(coefficient_ptr + 2 * cols + col, mask=inside, other=0.0)[None, :]
+    slope = tl.load(scratch_ptr + col, mask=inside, other=0.0)[None, :]
+    tilt = tl.load(scratch_ptr + cols + col, mask=inside, other=0.0)[None, :]
+    even = tl.load(scratch_ptr + 2 * cols + col, mask=inside, other=0.0)[None, :]
     for tile in range(split, tiles, splits):
         window, image, i, j = windows(tile, out_height, out_width, BLOCK_R)
         live = (window < windows_in_all)[:, None]
@@ -405,152 +405,91 @@ def saved_shapes(shape: Shape, itemsize: int, *, save: bool) -> Saved:
 class Plan(NamedTuple):
     """The launches at one shape."""
 
-    normalize: Launch
-    sums: Launch
-    finish: Launch
-    input_gradient: Launch
+    forward: tuple[Launch, ...]
+    backward: tuple[Launch, ...]
     scratch: int
     saved: Saved
 
 
 @cached_plan
-def _plan(shape: Shape, dtype: torch.dtype, affine: Affine, save: bool) -> Plan:
+def _plan(shape: Shape, dtype: torch.dtype, affine: Affine, constant: float, save: bool) -> Plan:
     tiling = tiling_of(shape, dtype.itemsize)
     grid = (-(-shape.channels // tiling.block_c), tiling.splits)
-    even = {"EVEN": shape.channels % tiling.block_c == 0}
-    blocks = {"BLOCK_R": tiling.block_r, "BLOCK_C": tiling.block_c}
-    windows = {"windows_in_all": shape.windows, "cols": shape.channels}
-    sizes = {
-        **windows,
+    values = {
+        **values_of(shape.view, tiling),
+        **has_of(affine),
+        **rounding_of(dtype),
+        "constant": constant,
+        "KIND": KINDS["l1"],
+        "SOURCE": FROM_INPUT.value,
+        "K": 1,
+        "windows_in_all": shape.windows,
         "height": shape.height,
         "width": shape.width,
         "out_height": shape.out_height,
         "out_width": shape.out_width,
-        "tiles": tiling.tiles,
+        "EVEN": shape.channels % tiling.block_c == 0,
+        "SAVE": save,
     }
-    launch = functools.partial(overlapping, num_warps=tiling.num_warps, maxnreg=MAX_REGISTERS)
-    variant = Variant("l1", 0, relu=True, residual=False, lean=False)
+    normalize, sums, input_gradient = (
+        Launch(kernel, grid, values, num_warps=tiling.num_warps, maxnreg=MAX_REGISTERS)
+        for kernel in (pooled_normalize_kernel, pooled_sums_kernel, pooled_input_gradient_kernel)
+    )
     return Plan(
-        launch(pooled_normalize_kernel, grid, sizes, {**even, **has_of(affine), "SAVE": save, **blocks}),
-        launch(pooled_sums_kernel, grid, {**windows, "tiles": tiling.tiles}, {**even, **blocks}),
-        coefficients_launch(shape.view, dtype, affine, tiling, variant, FROM_INPUT.value),
-        launch(pooled_input_gradient_kernel, grid, sizes, {**even, **blocks}),
+        (normalize,),
+        (sums, coefficients_launch(shape.view, values), input_gradient),
         (4 + 2 * tiling.splits) * shape.channels,
         saved_shapes(shape, dtype.itemsize, save=save),
     )
-
-
-def normalize(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, stats: Tensor, *, save: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The pooled output, the x that won each window, the codes, and how many lie above the mean (see `saved_shapes`).
-
-    x: (N, C, H, W), channels last; output: (N, C, ⌈H/2⌉, ⌈W/2⌉), channels last.
-    """
-    shape = shape_of(x)
-    plan = _plan(shape, x.dtype, affine_of(weight, bias), save)
-    saved = plan.saved
-    z = torch.empty(shape.pooled, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
-    winner = torch.empty(saved.winner, dtype=x.dtype, device=x.device)
-    code = torch.empty(saved.code, dtype=torch.uint8, device=x.device)
-    count = torch.empty(saved.counts, dtype=saved.count_dtype, device=x.device)
-    plan.normalize.by_name(
-        x_ptr=x,
-        weight_ptr=stats if weight is None else weight,
-        bias_ptr=stats if bias is None else bias,
-        stats_ptr=stats,
-        z_ptr=z,
-        winner_ptr=winner,
-        code_ptr=code,
-        count_ptr=count,
-    )
-    return z, winner, code, count
-
-
-def gradient(
-    g: Tensor,
-    winner: Tensor,
-    code: Tensor,
-    count: Tensor,
-    stats: Tensor,
-    weight: Tensor | None,
-    constant: float,
-    size: tuple[int, int],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dx of height and width ``size``, dγ and dβ; g and dx channels last."""
-    batch, channels, *_ = shape_of(g)
-    shape = Shape(batch, channels, *size)
-    plan = _plan(shape, g.dtype, affine_of(weight, None), True)  # β has no part in the gradient
-    scratch = torch.empty(plan.scratch, dtype=torch.float32, device=g.device)
-    dweight = torch.empty(channels, dtype=torch.float32, device=g.device)
-    dbias = torch.empty(channels, dtype=torch.float32, device=g.device)
-    dx = torch.empty((batch, channels, *size), dtype=g.dtype, device=g.device, memory_format=torch.channels_last)
-    plan.sums.by_name(g_ptr=g, winner_ptr=winner, stats_ptr=stats, scratch_ptr=scratch)
-    plan.finish.by_name(
-        constant,
-        scratch_ptr=scratch,
-        count_ptr=count,
-        weight_ptr=stats if weight is None else weight,
-        bias_ptr=stats,
-        stats_ptr=stats,
-        dweight_ptr=dweight,
-        dbias_ptr=dbias,
-    )
-    plan.input_gradient.by_name(g_ptr=g, code_ptr=code, coefficient_ptr=scratch, dx_ptr=dx)
-    return dx, dweight, dbias
 
 
 # Autograd and operators -----------------------------------------------------------------------------------------------
 
 
 class Options(NamedTuple):
-    """What a forward pass is called with beside its tensors."""
+    """What a forward pass is called with beside its tensors. ``save``: there will be a backward pass."""
 
-    statistic: Statistic
-    running: RunningStats
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    batches: Tensor | None
+    momentum: float
+    constant: float
+    eps: float
     save: bool
-
-    @property
-    def linked(self) -> bool:
-        """Never: a link belongs to what is not pooled."""
-        return False
-
-    def flat(self) -> tuple[Any, ...]:
-        """As the arguments of the operator."""
-        mean, var, batches, momentum = self.running
-        return mean, var, batches, momentum, self.statistic.eps, self.statistic.constant, self.save
-
-    @classmethod
-    def from_arguments(cls, *arguments: Any) -> Options:
-        """From the operator's arguments: three tensors, then what :meth:`flat` gives."""
-        _, _, _, mean, var, batches, momentum, eps, constant, save = arguments
-        return cls(Statistic("l1", 0, constant, eps), RunningStats(mean, var, batches, momentum), save)
 
 
 def _channels_last(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last)
 
 
-def _forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, options: Options) -> tuple[Tensor, ...]:
-    """The pooled output, and what the backward pass needs: winners, codes, counts (empty unless saved), statistics.
+def _forward(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, options: Options
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The pooled output, and what the backward pass needs: winners, codes, counts (see `saved_shapes`), statistics.
 
     Moves the running statistics and raises the number of batches.
     """
     x = _channels_last(x)
-    stats, _ = statistics(x, options.statistic, options.running)
-    return *normalize(x, weight, bias, stats, save=options.save), stats
-
-
-def _fake_forward(x: Tensor, weight: Any, bias: Any, options: Options) -> tuple[Tensor, ...]:
+    mean, var, batches, momentum, constant, eps, save = options
+    stats, _ = statistics(x, Statistic("l1", 0, constant, eps), RunningStats(mean, var, batches, momentum))
     shape = shape_of(x)
-    saved = saved_shapes(shape, x.element_size(), save=options.save)
-    return (
-        torch.empty(shape.pooled, dtype=x.dtype, device=x.device, memory_format=torch.channels_last),
-        x.new_empty(saved.winner),
-        x.new_empty(saved.code, dtype=torch.uint8),
-        x.new_empty(saved.counts, dtype=saved.count_dtype),
-        x.new_empty((3, x.shape[1]), dtype=torch.float32),
-    )
+    launches, _, _, saved = _plan(shape, x.dtype, affine_of(weight, bias), constant, save)
+    z = torch.empty(shape.pooled, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
+    winner = empty(x, *saved.winner, dtype=x.dtype)
+    code = empty(x, *saved.code, dtype=torch.uint8)
+    count = empty(x, *saved.counts, dtype=saved.count_dtype)
+    tensors = {
+        "x_ptr": x,
+        "weight_ptr": stats if weight is None else weight,
+        "bias_ptr": stats if bias is None else bias,
+        "stats_ptr": stats,
+        "z_ptr": z,
+        "winner_ptr": winner,
+        "code_ptr": code,
+        "count_ptr": count,
+    }
+    launch(launches, tensors)
+    return z, winner, code, count, stats
 
 
 def _backward(
@@ -564,22 +503,35 @@ def _backward(
     height: int,
     width: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return gradient(_channels_last(g), winner, code, count, statistics, weight, constant, (height, width))
-
-
-def _fake_backward(g: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    *_, height, width = arguments
-    shape = (*g.shape[:2], height, width)
-    dx = torch.empty(shape, dtype=g.dtype, device=g.device, memory_format=torch.channels_last)
-    dweight = g.new_empty(g.shape[1], dtype=torch.float32)
-    return dx, dweight, torch.empty_like(dweight)
+    g = _channels_last(g)
+    batch, channels, *_ = shape_of(g)
+    # β has no part in the gradient.
+    plan = _plan(Shape(batch, channels, height, width), g.dtype, affine_of(weight, None), constant, True)
+    size = (batch, channels, height, width)
+    dx = torch.empty(size, dtype=g.dtype, device=g.device, memory_format=torch.channels_last)
+    dweight, dbias = empty(g, channels), empty(g, channels)
+    tensors = {
+        "g_ptr": g,
+        "winner_ptr": winner,
+        "code_ptr": code,
+        "count_ptr": count,
+        "stats_ptr": statistics,
+        "weight_ptr": statistics if weight is None else weight,
+        "bias_ptr": statistics,
+        "scratch_ptr": empty(g, plan.scratch),
+        "dx_ptr": dx,
+        "dweight_ptr": dweight,
+        "dbias_ptr": dbias,
+    }
+    launch(plan.backward, tensors)
+    return dx, dweight, dbias
 
 
 def _save(ctx: Any, tensors: tuple[Any, ...], options: Options, results: tuple[Tensor, ...]) -> None:
     x, weight, bias = tensors
     _, *saved = results
     ctx.save_for_backward(*saved, weight)
-    ctx.arguments = (options.statistic.constant, int(x.shape[2]), int(x.shape[3]))
+    ctx.arguments = (options.constant, int(x.shape[2]), int(x.shape[3]))
     ctx.bias_dtype = None if bias is None else bias.dtype
 
 
@@ -592,22 +544,12 @@ def _gradients(ctx: Any, backward: Callable[..., Any], g: Tensor, link: None) ->
 
 _pooled_batch_norm = Operator(
     "pooled_batch_norm",
-    forward_schema=(
-        "(Tensor x, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
-        "Tensor(c!)? batches, float momentum, float eps, float constant, bool save) "
-        "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
-    ),
-    backward_schema=(
-        "(Tensor g, Tensor winner, Tensor code, Tensor count, Tensor statistics, Tensor? weight, float constant, "
-        "int height, int width) -> (Tensor, Tensor, Tensor)"
-    ),
     options=Options,
     forward=_forward,
-    fake_forward=_fake_forward,
     save=_save,
     backward=_backward,
-    fake_backward=_fake_backward,
     gradients=_gradients,
+    changes=("running_mean", "running_var", "batches"),
 )
 
 
@@ -616,8 +558,9 @@ def pooled_batch_norm(
 ) -> Tensor:
     """L1 batch norm in training, ReLU and pool of a channels-last ``x``; the dispatcher has checked them."""
     weight, bias = weight if weight is None else weight.contiguous(), bias if bias is None else bias.contiguous()
-    save = torch.is_grad_enabled() and any_requires_grad(x, weight, bias)
-    output: Tensor = _pooled_batch_norm(
-        x, weight, bias, Options(statistic_of(norm, int(x.numel() // x.shape[1])), running, save)
-    )
+    save = needs_grad(x, weight, bias)
+    _, _, constant, eps = statistic_of(norm, int(x.numel() // x.shape[1]))
+    mean, var, batches, momentum = running
+    options = Options(mean, var, batches, float(momentum), constant, eps, save)
+    output: Tensor = _pooled_batch_norm(x, weight, bias, options, needs_grad=save)
     return output

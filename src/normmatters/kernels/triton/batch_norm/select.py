@@ -8,20 +8,14 @@ reads the tensor once and a few thousand elements again, never sorts, and finds 
 
 from __future__ import annotations
 
-import torch
+from typing import Any
+
 import triton
 import triton.language as tl
 
 from normmatters.kernels.triton.batch_norm import layout
-from normmatters.kernels.triton.batch_norm.layout import (
-    ROWS_PER_CODE,
-    Moved,
-    Tiling,
-    View,
-    next_power_of_2,
-    overlapping,
-)
-from normmatters.kernels.triton.batch_norm.tiles import KINDS, RANGE, ROWS, add_entries, middle_value, write_statistics
+from normmatters.kernels.triton.batch_norm.layout import ROWS_PER_CODE, Tiling, View, next_power_of_2
+from normmatters.kernels.triton.batch_norm.tiles import RANGE, ROWS, add_entries, middle_value, write_statistics
 from normmatters.kernels.triton.launch import Launch, wait_for_previous
 
 # Above these, ``select_kernel`` would need more registers or steps than it is worth.
@@ -60,7 +54,7 @@ def group_values(
 @triton.jit
 def select_kernel(
     x_ptr,
-    part_ptr,
+    scratch_ptr,
     extreme_ptr,
     stats_ptr,
     index_ptr,
@@ -98,7 +92,7 @@ def select_kernel(
     channel = tl.program_id(0)
     one = channel + tl.arange(0, 1)
     total, _b, _c = add_entries(
-        part_ptr, splits * entries, one, one < channels, splits, entries, per_channel, 1, 256, 1
+        scratch_ptr, splits * entries, one, one < channels, splits, entries, per_channel, 1, 256, 1
     )
     shift = middle_value(x_ptr, channel, channel < channels, rows, cols, spatial)
     mean = shift + tl.sum(total, axis=0) / n
@@ -194,33 +188,18 @@ def tiling_for_extremes(view: View, itemsize: int, k: int) -> Tiling:
     return tiling._replace(splits=min(tiling.splits, most))
 
 
-def select_launch(view: View, dtype: torch.dtype, tiling: Tiling, kind: str, k: int, moved: Moved) -> Launch:
-    """The launch of ``select_kernel``; ``k`` is 1 for L∞ and range."""
-    groups = groups_of(view, dtype.itemsize, k)
+def select_launch(view: View, itemsize: int, k: int, values: dict[str, Any]) -> Launch:
+    """The launch of ``select_kernel``; ``k`` is 1 for L∞ and range, and ``values`` are those of ``moments_kernel``."""
+    tiling = tiling_for_extremes(view, itemsize, k)
+    groups = groups_of(view, itemsize, k)
     block_g = next_power_of_2(groups)
     elements = -(-tiling.tiles // tiling.splits) * ROWS_PER_CODE * (1 if k > 1 else tiling.block_r) * tiling.group
-    return overlapping(
-        select_kernel,
-        (view.channels, 1),
-        {
-            **view.sizes,
-            "entries": tiling.entries(view),
-            "splits": tiling.splits,
-            "per_channel": view.spatial // tiling.group,
-            "tiles": tiling.tiles,
-            "groups": groups,
-            "elements": elements,
-            "n": view.n,
-        },
-        {
-            "K": k,
-            "KIND": KINDS[kind],
-            **moved.constants,
-            "KEEP_R": k > 1,
-            "GROUP": tiling.group,
-            "BLOCK_R": tiling.block_r,
-            "BLOCK_G": block_g,
-            "BLOCK_E": min(1024, next_power_of_2(elements)),
-        },
-        num_warps=max(4, min(16, block_g // 1024)),  # the most groups spill from the registers of 4
-    )
+    own = {
+        "groups": groups,
+        "elements": elements,
+        "K": k,
+        "BLOCK_G": block_g,
+        "BLOCK_E": min(1024, next_power_of_2(elements)),
+    }
+    # The most groups spill from the registers of 4 warps.
+    return Launch(select_kernel, (view.channels, 1), values | own, num_warps=max(4, min(16, block_g // 1024)))

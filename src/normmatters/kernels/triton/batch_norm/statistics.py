@@ -31,13 +31,15 @@ from normmatters.kernels.triton.batch_norm.layout import (
     MAX_REGISTERS,
     Moved,
     Statistic,
+    Tiling,
     View,
     channel_blocks,
     empty,
-    is_even,
+    grid_of,
     is_small,
+    moved_of,
     next_power_of_2,
-    overlapping,
+    values_of,
     view_of,
 )
 from normmatters.kernels.triton.batch_norm.select import select_launch, tiling_for_extremes
@@ -50,14 +52,14 @@ from normmatters.kernels.triton.batch_norm.tiles import (
     RANGE,
     add_entries,
     add_splits,
-    by_group,
     load_tile,
     middle_value,
     program_part,
+    store_sums,
     tile_rows,
     write_statistics,
 )
-from normmatters.kernels.triton.launch import Launch, cached_plan, wait_for_previous
+from normmatters.kernels.triton.launch import Launch, cached_plan, launch, wait_for_previous
 from normmatters.norm import RunningStats
 
 # With this many samples the pilot mean is within 1.6 % of σ (one standard error); twice as many where they cost little.
@@ -74,7 +76,7 @@ PILOT_TOLERANCE: tl.constexpr = tl.constexpr(0.08)
 @triton.jit
 def pilot_kernel(
     x_ptr,
-    out_ptr,
+    scratch_ptr,
     rows,
     cols,
     spatial,
@@ -102,7 +104,7 @@ def pilot_kernel(
                 j = j0 + tl.arange(0, BLOCK_J)
                 mask = (image < rows)[:, None] & (j < samples)[None, :]
                 acc += tl.load(x_ptr + base[:, None] + j[None, :], mask=mask, other=0.0).to(tl.float32)
-        tl.store(out_ptr + split * channels + channel, tl.sum(tl.sum(acc, axis=1), axis=0))
+        tl.store(scratch_ptr + split * channels + channel, tl.sum(tl.sum(acc, axis=1), axis=0))
     else:
         col = tl.program_id(0) * BLOCK_J + tl.arange(0, BLOCK_J)
         acc = tl.zeros((BLOCK_I, BLOCK_J), tl.float32)
@@ -114,7 +116,7 @@ def pilot_kernel(
             row = first + (i * 40503 >> 4) % step
             offset = (row * cols)[:, None] + col[None, :]
             acc += tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-        tl.store(out_ptr + split * channels + col, tl.sum(acc, axis=0), mask=col < cols)
+        tl.store(scratch_ptr + split * channels + col, tl.sum(acc, axis=0), mask=col < cols)
 
 
 @triton.jit
@@ -192,16 +194,15 @@ def moments_kernel(
             second = tl.maximum(second, tl.max(high, axis=1))
             third = tl.minimum(third, tl.min(low, axis=1))
 
-    entry = block * (BLOCK_C // GROUP) + tl.arange(0, BLOCK_C // GROUP)
-    stored = entry < entries
     plane = splits * entries
-    out = part_ptr + split * entries + entry
-    tl.store(out, by_group(tl.sum(first, axis=0), GROUP, BLOCK_C), mask=stored)
+    store_sums(part_ptr, tl.sum(first, axis=0), block, split, entries, GROUP, BLOCK_C)
     if KIND == L1 or KIND == L2:
-        tl.store(out + plane, by_group(tl.sum(second, axis=0), GROUP, BLOCK_C), mask=stored)
+        store_sums(part_ptr + plane, tl.sum(second, axis=0), block, split, entries, GROUP, BLOCK_C)
     if KIND == L1:
-        tl.store(out + 2 * plane, by_group(tl.sum(third, axis=0), GROUP, BLOCK_C), mask=stored)
+        store_sums(part_ptr + 2 * plane, tl.sum(third, axis=0), block, split, entries, GROUP, BLOCK_C)
     if KIND == EXTREME or KIND == RANGE:
+        entry = block * (BLOCK_C // GROUP) + tl.arange(0, BLOCK_C // GROUP)
+        stored = entry < entries
         if GROUP > 1:
             second = tl.max(tl.reshape(second, (BLOCK_R, BLOCK_C // GROUP, GROUP)), axis=2)
             third = tl.min(tl.reshape(third, (BLOCK_R, BLOCK_C // GROUP, GROUP)), axis=2)
@@ -316,173 +317,7 @@ def finalize_kernel(
     )  # fmt: skip
 
 
-# Large tensors: launches ----------------------------------------------------------------------------------------------
-
-
-class StatisticsPlan(NamedTuple):
-    """The launches of :func:`statistics` at one shape; scratch holds the pilot sums, then the partial sums."""
-
-    pilot: Launch | None
-    moments: Launch
-    finish: Launch
-    scratch: int
-    extremes: int
-    unbias: float
-
-
-@cached_plan
-def _statistics_plan(view: View, dtype: torch.dtype, kind: str, k: int, moved: Moved) -> StatisticsPlan:
-    itemsize = dtype.itemsize
-    extreme = kind in ("linf", "topk", "range")
-    rank = k if kind == "topk" else 1
-    tiling = tiling_for_extremes(view, itemsize, rank) if extreme else layout.tiling_of(view, itemsize)
-    entries = tiling.entries(view)
-    pilot, pilot_splits, samples = None, 0, view.n
-    if kind in ("l1", "l2"):
-        pilot, pilot_splits, samples = _pilot(view)
-    moments = overlapping(
-        moments_kernel,
-        (-(-view.cols // tiling.block_c), tiling.splits),
-        {**view.sizes, "entries": entries, "pilot_count": samples, "tiles": tiling.tiles},
-        {
-            "KIND": KINDS[kind],
-            "CONTIGUOUS": view.spatial > 1,
-            "EVEN": is_even(view, tiling),
-            "KEEP_R": rank > 1,
-            "PILOT_SPLITS": pilot_splits,
-            "GROUP": tiling.group,
-            "BLOCK_R": tiling.block_r,
-            "BLOCK_C": tiling.block_c,
-        },
-        num_warps=tiling.num_warps,
-        maxnreg=MAX_REGISTERS,
-    )
-    if extreme:
-        finish = select_launch(view, dtype, tiling, kind, rank, moved)
-    else:
-        block_c, block_e, programs = channel_blocks(view)
-        finish = overlapping(
-            finalize_kernel,
-            (programs, 1),
-            {
-                **view.sizes,
-                "entries": entries,
-                "splits": tiling.splits,
-                "per_channel": view.spatial // tiling.group,
-                "pilot_count": samples,
-                "correction_samples": min(view.n, CORRECTION_SAMPLES),
-                "n": view.n,
-            },
-            {
-                "KIND": KINDS[kind],
-                **moved.constants,
-                "PILOT_IS_SAMPLE": samples < view.n,
-                "PILOT_SPLITS": pilot_splits,
-                "BLOCK_S": next_power_of_2(min(view.n, CORRECTION_SAMPLES)),
-                "BLOCK_E": block_e,
-                "BLOCK_C": block_c,
-            },
-            num_warps=8,
-        )
-    planes = {"l1": 3, "l2": 2}.get(kind, 1)
-    slots = tiling.splits * (tiling.block_r if rank > 1 else 1)
-    return StatisticsPlan(
-        pilot,
-        moments,
-        finish,
-        pilot_splits * view.channels + planes * tiling.splits * entries,
-        2 * slots * entries if extreme else 0,
-        # The range does not see the mean, so it has no degree of freedom to correct for.
-        1.0 if kind == "range" else view.n / (view.n - 1),
-    )
-
-
-def _pilot(view: View) -> tuple[Launch, int, int]:
-    """The launch that samples each channel, its splits, and how many elements it takes."""
-    contiguous = view.spatial > 1
-    wanted = PILOT_SAMPLES * (2 if view.n >= 32 * PILOT_SAMPLES else 1)
-    if contiguous:
-        samples = min(view.spatial, max(16, -(-wanted // view.rows)))
-        step = 1 + int(0.618 * view.spatial)
-        count = samples * view.rows
-        block_j = min(64, next_power_of_2(samples))
-        blocks, work = view.channels, view.rows
-    else:
-        samples = min(view.rows, wanted)
-        step = view.rows // samples
-        count = samples
-        block_j = min(64, next_power_of_2(view.cols))
-        blocks, work = -(-view.cols // block_j), samples
-    # Tall tiles: a program waits for memory once or twice only.
-    block_i = min(16384 // block_j, next_power_of_2(work))
-    splits = 1 << max(0, min(16, -(-work // block_i)).bit_length() - 1)
-    launch = overlapping(
-        pilot_kernel,
-        (blocks, splits),
-        {**view.sizes, "samples": samples, "step": step},
-        {"CONTIGUOUS": contiguous, "BLOCK_I": block_i, "BLOCK_J": block_j},
-        num_warps=8,
-    )
-    return launch, splits, count
-
-
-def statistics(x: Tensor, statistic: Statistic, running: RunningStats) -> tuple[Tensor, Tensor | None]:
-    """μ, 1/D and s/D as rows of one [3, C] tensor, and the extreme elements' offsets; moves the running statistics.
-
-    ``running.num_batches``, an int64 in the device's memory, is raised by one.
-    """
-    view = view_of(x)
-    out = empty(x, 3, view.channels)
-    sums = small_sums(x, statistic, running)
-    if sums is not None:
-        small_finalize_launch(view, x.dtype, statistic.kind, sums.moved).by_name(
-            *sums.numbers,
-            x_ptr=x,
-            scratch_ptr=sums.scratch,
-            stats_ptr=out,
-            running_mean_ptr=sums.running_mean,
-            running_var_ptr=sums.running_var,
-            batches_ptr=sums.batches,
-        )
-        return out, None
-    has_running = running.mean is not None or running.var is not None
-    # Where there is only one of them, the kernel writes the other one to memory that nobody reads.
-    unused = empty(x, view.channels) if has_running and (running.mean is None or running.var is None) else out
-    mean = unused if running.mean is None else running.mean.contiguous()
-    var = unused if running.var is None else running.var.contiguous()
-    moved = Moved((mean.dtype, var.dtype) if has_running else None, running.num_batches is not None)
-    plan = _statistics_plan(view, x.dtype, statistic.kind, statistic.k, moved)
-    scratch = empty(x, plan.scratch)
-    if plan.pilot is not None:
-        plan.pilot.by_name(x_ptr=x, out_ptr=scratch)
-    extremes = empty(x, plan.extremes) if plan.extremes else scratch
-    plan.moments.by_name(x_ptr=x, scratch_ptr=scratch, extreme_ptr=extremes)
-    results = {
-        "running_mean_ptr": mean,
-        "running_var_ptr": var,
-        "batches_ptr": out if running.num_batches is None else running.num_batches,
-    }
-    numbers = _numbers(statistic, running, plan.unbias)
-    index = None
-    if not plan.extremes:
-        plan.finish.by_name(*numbers, x_ptr=x, scratch_ptr=scratch, stats_ptr=out, **results)
-    else:
-        index = empty(x, statistic.selected, view.channels, dtype=torch.int64)
-        plan.finish.by_name(
-            *numbers, x_ptr=x, part_ptr=scratch, extreme_ptr=extremes, stats_ptr=out, index_ptr=index, **results
-        )
-    for original, moved_copy in ((running.mean, mean), (running.var, var)):
-        if original is not None and original is not moved_copy:
-            original.copy_(moved_copy)
-    return out, index
-
-
-def _numbers(statistic: Statistic, running: RunningStats, unbias: float) -> tuple[Any, ...]:
-    """What every kernel that makes statistics takes: constant, momentum, eps, unbias."""
-    return statistic.constant, running.momentum, statistic.eps, unbias
-
-
-# Small tensors: kernels -----------------------------------------------------------------------------------------------
+# Small tensors --------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -589,108 +424,135 @@ def small_finalize_kernel(
     )  # fmt: skip
 
 
-# Small tensors: launches ----------------------------------------------------------------------------------------------
+# Launches -------------------------------------------------------------------------------------------------------------
 
 
-class SmallPlan(NamedTuple):
-    """The launches of :func:`small_sums` at one shape."""
+class StatisticsPlan(NamedTuple):
+    """The launches that make the statistics at one shape, and how many numbers they leave in between."""
 
-    sums: Launch
-    deviations: Launch | None
+    launches: tuple[Launch, ...]
     scratch: int
-    unbias: float
+    extremes: int
+    selected: int
+    whole: bool  # or partial sums, of which the normalization makes the statistics
 
 
 @cached_plan
-def _small_plan(view: View, dtype: torch.dtype, kind: str) -> SmallPlan | None:
-    if not is_small(view, dtype.itemsize) or kind not in ("l1", "l2", "mean"):
-        return None
-    tiling = layout.apply_tiling_of(view, dtype.itemsize)
-    grid = (-(-view.cols // tiling.block_c), tiling.splits)
-    even = is_even(view, tiling)
-    blocks = {"BLOCK_R": tiling.block_r, "BLOCK_C": tiling.block_c}
-    sums = overlapping(
-        moments_kernel,
-        grid,
-        {**view.sizes, "entries": view.channels, "pilot_count": view.n, "tiles": tiling.tiles},
-        {
-            "KIND": KINDS["mean"],
-            "CONTIGUOUS": False,
-            "EVEN": even,
-            "KEEP_R": False,
-            "PILOT_SPLITS": 0,
-            "GROUP": 1,
-            **blocks,
-        },
-        num_warps=tiling.num_warps,
-        maxnreg=MAX_REGISTERS,
+def statistics_plan(
+    view: View, dtype: torch.dtype, statistic: Statistic, moved: Moved, alone: bool = True
+) -> StatisticsPlan:
+    """``alone``: no normalization that could end the work follows at once."""
+    kind, itemsize = statistic.kind, dtype.itemsize
+    common = {**statistic.values(view), **moved.values, "KIND": KINDS[kind]}
+    if is_small(view, itemsize) and kind in ("l1", "l2", "mean"):
+        return _small_plan(view, itemsize, kind, common, alone)
+    rank = statistic.k if kind == "topk" else 1
+    selects = statistic.selected > 0
+    tiling = tiling_for_extremes(view, itemsize, rank) if selects else layout.tiling_of(view, itemsize)
+    values = values_of(view, tiling) | common | {"KEEP_R": rank > 1}
+    pilot, pilot_splits, samples = _pilot(view, values) if kind in ("l1", "l2") else (None, 0, view.n)
+    values |= {"pilot_count": samples, "PILOT_SPLITS": pilot_splits}
+    moments = _moments_launch(view, tiling, values)
+    if selects:
+        finish = select_launch(view, itemsize, rank, values)
+    else:
+        block_c, block_e, programs = channel_blocks(view)
+        correction = min(view.n, CORRECTION_SAMPLES)
+        own = {
+            "correction_samples": correction,
+            "PILOT_IS_SAMPLE": samples < view.n,
+            "BLOCK_S": next_power_of_2(correction),
+            "BLOCK_E": block_e,
+            "BLOCK_C": block_c,
+        }
+        finish = Launch(finalize_kernel, (programs, 1), values | own, num_warps=8)
+    entries = tiling.splits * tiling.entries(view)
+    planes = {"l1": 3, "l2": 2}.get(kind, 1)
+    return StatisticsPlan(
+        (*([pilot] if pilot else []), moments, finish),
+        pilot_splits * view.channels + planes * entries,
+        2 * entries * (tiling.block_r if rank > 1 else 1) if selects else 0,
+        statistic.selected,
+        True,
     )
-    deviations = None
+
+
+def _moments_launch(view: View, tiling: Tiling, values: dict[str, Any]) -> Launch:
+    return Launch(
+        moments_kernel, grid_of(view, tiling), values, num_warps=tiling.num_warps, maxnreg=MAX_REGISTERS
+    )  # fmt: skip
+
+
+def _small_plan(view: View, itemsize: int, kind: str, common: dict[str, Any], alone: bool) -> StatisticsPlan:
+    tiling = layout.apply_tiling_of(view, itemsize)
+    values = values_of(view, tiling) | common
+    sums = {"KIND": KINDS["mean"], "KEEP_R": False, "pilot_count": view.n, "PILOT_SPLITS": 0}
+    launches = [_moments_launch(view, tiling, values | sums)]
+    grid, num_warps = grid_of(view, tiling), tiling.num_warps
     if kind != "mean":
-        splits = {"SPLITS": tiling.splits, "BLOCK_S": next_power_of_2(tiling.splits)}
-        deviations = overlapping(
-            small_deviation_kernel,
-            grid,
-            {"rows": view.rows, "cols": view.cols, "tiles": tiling.tiles},
-            {"KIND": KINDS[kind], "EVEN": even, **splits, **blocks},
-            num_warps=tiling.num_warps,
-            maxnreg=MAX_REGISTERS,
-        )
-    return SmallPlan(sums, deviations, 2 * tiling.splits * view.channels, view.n / (view.n - 1))
+        launches.append(Launch(small_deviation_kernel, grid, values, num_warps=num_warps, maxnreg=MAX_REGISTERS))
+    if alone:
+        launches.append(Launch(small_finalize_kernel, (grid[0], 1), values, num_warps=num_warps))
+    return StatisticsPlan(tuple(launches), 2 * tiling.splits * view.channels, 0, 0, alone)
 
 
-class PartialSums(NamedTuple):
-    """Partial sums of a small tensor, and all else that is needed to make the statistics of them."""
+def _pilot(view: View, values: dict[str, Any]) -> tuple[Launch, int, int]:
+    """The launch that samples each channel, its splits, and how many elements it takes."""
+    contiguous = view.spatial > 1
+    wanted = PILOT_SAMPLES * (2 if view.n >= 32 * PILOT_SAMPLES else 1)
+    if contiguous:
+        samples = min(view.spatial, max(16, -(-wanted // view.rows)))
+        step = 1 + int(0.618 * view.spatial)
+        count = samples * view.rows
+        block_j = min(64, next_power_of_2(samples))
+        blocks, work = view.channels, view.rows
+    else:
+        samples = min(view.rows, wanted)
+        step = view.rows // samples
+        count = samples
+        block_j = min(64, next_power_of_2(view.cols))
+        blocks, work = -(-view.cols // block_j), samples
+    # Tall tiles: a program waits for memory once or twice only.
+    block_i = min(16384 // block_j, next_power_of_2(work))
+    splits = 1 << max(0, min(16, -(-work // block_i)).bit_length() - 1)
+    own = {"samples": samples, "step": step, "BLOCK_I": block_i, "BLOCK_J": block_j}
+    return Launch(pilot_kernel, (blocks, splits), values | own, num_warps=8), splits, count
 
-    scratch: Tensor
-    running_mean: Tensor
-    running_var: Tensor
-    batches: Tensor
-    moved: Moved
-    numbers: tuple[Any, ...]  # constant, momentum, eps, n/(n−1)
 
-
-def small_sums(x: Tensor, statistic: Statistic, running: RunningStats) -> PartialSums | None:
-    """What the normalization needs to make the statistics itself; None where that does not pay or cannot be done."""
-    plan = _small_plan(view_of(x), x.dtype, statistic.kind)
-    if plan is None:
-        return None
+def statistics_tensors(plan: StatisticsPlan, x: Tensor, running: RunningStats) -> dict[str, Tensor]:
+    """What the plan's launches take; they make μ, 1/D and s/D, the rows of ``stats_ptr``, and ``index_ptr``."""
+    channels = x.shape[1]
     mean, var, batches, _ = running
-    dtypes = None
-    if mean is not None and var is not None:
-        if not (mean.is_contiguous() and var.is_contiguous()):
-            return None
-        dtypes = (mean.dtype, var.dtype)
-    elif mean is not var:
-        return None
-    scratch = torch.empty(plan.scratch, dtype=torch.float32, device=x.device)
-    plan.sums.by_name(x_ptr=x, scratch_ptr=scratch, extreme_ptr=scratch)
-    if plan.deviations is not None:
-        plan.deviations.by_name(x_ptr=x, scratch_ptr=scratch)
-    return PartialSums(
-        scratch,
-        scratch if mean is None else mean,
-        scratch if var is None else var,
-        scratch if batches is None else batches,
-        Moved(dtypes, batches is not None),
-        _numbers(statistic, running, plan.unbias),
-    )
+    stats, scratch = empty(x, 3, channels), empty(x, plan.scratch)
+    unused = stats
+    if (mean is None) != (var is None):  # the kernel writes the one that there is not, too
+        unused = empty(x, channels)
+    return {
+        "x_ptr": x,
+        "scratch_ptr": scratch,
+        "extreme_ptr": empty(x, plan.extremes) if plan.extremes else scratch,
+        "stats_ptr": stats,
+        "index_ptr": empty(x, plan.selected, channels, dtype=torch.int64) if plan.selected else scratch,
+        "running_mean_ptr": unused if mean is None else mean.contiguous(),
+        "running_var_ptr": unused if var is None else var.contiguous(),
+        "batches_ptr": stats if batches is None else batches,
+    }
 
 
-@cached_plan
-def small_finalize_launch(view: View, dtype: torch.dtype, kind: str, moved: Moved) -> Launch:
-    """The launch that makes the statistics of the sums, where no normalization follows at once."""
-    tiling = layout.apply_tiling_of(view, dtype.itemsize)
-    return overlapping(
-        small_finalize_kernel,
-        (-(-view.cols // tiling.block_c), 1),
-        {"rows": view.rows, "cols": view.cols},
-        {
-            "KIND": KINDS[kind],
-            **moved.constants,
-            "SPLITS": tiling.splits,
-            "BLOCK_S": next_power_of_2(tiling.splits),
-            "BLOCK_C": tiling.block_c,
-        },
-        num_warps=tiling.num_warps,
-    )
+def put_back(running: RunningStats, tensors: dict[str, Tensor]) -> None:
+    """Buffers that are not contiguous moved as copies."""
+    for buffer, moved in ((running.mean, tensors["running_mean_ptr"]), (running.var, tensors["running_var_ptr"])):
+        if buffer is not None and buffer is not moved:
+            buffer.copy_(moved)
+
+
+def statistics(x: Tensor, statistic: Statistic, running: RunningStats) -> tuple[Tensor, Tensor | None]:
+    """μ, 1/D and s/D as rows of one [3, C] tensor, and the extreme elements' offsets; moves the running statistics.
+
+    ``running.num_batches``, an int64 in the device's memory, is raised by one.
+    """
+    plan = statistics_plan(view_of(x), x.dtype, statistic, moved_of(running))
+    tensors = statistics_tensors(plan, x, running)
+    launch(plan.launches, tensors, (running.momentum,))  # type: ignore[arg-type]
+    put_back(running, tensors)
+    return tensors["stats_ptr"], tensors["index_ptr"] if plan.selected else None

@@ -59,11 +59,28 @@ def load_tile(ptr, tile, col, rows, cols, BLOCK_R: tl.constexpr, EVEN: tl.conste
 
 
 @triton.jit
+def store_tile(ptr, value, tile, col, rows, cols, BLOCK_R: tl.constexpr, EVEN: tl.constexpr):
+    row = tile_rows(tile, BLOCK_R)
+    mask = row < rows
+    if not EVEN:
+        mask = mask & (col < cols)[None, None, :]
+    tl.store(ptr + row.to(tl.int64) * cols + col[None, None, :], value.to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def by_group(acc, GROUP: tl.constexpr, BLOCK_C: tl.constexpr):
     """Adds neighbouring columns of one channel: [BLOCK_C] -> [BLOCK_C // GROUP]."""
     if GROUP == 1:
         return acc
     return tl.sum(tl.reshape(acc, (BLOCK_C // GROUP, GROUP)), axis=1)
+
+
+@triton.jit
+def store_sums(part_ptr, sums, block, split, entries, GROUP: tl.constexpr, BLOCK_C: tl.constexpr):
+    """A program's partial sums, [BLOCK_C], into [split, entry]."""
+    entry = block * (BLOCK_C // GROUP) + tl.arange(0, BLOCK_C // GROUP)
+    sums = by_group(sums, GROUP, BLOCK_C).to(part_ptr.dtype.element_ty)
+    tl.store(part_ptr + split * entries + entry, sums, mask=entry < entries)
 
 
 @triton.jit

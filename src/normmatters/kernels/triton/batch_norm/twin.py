@@ -23,32 +23,31 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from normmatters.kernels.operators import Operator, any_requires_grad, in_dtype
+from normmatters.kernels.operators import Operator, in_dtype, needs_grad
 from normmatters.kernels.triton.batch_norm import layout
 from normmatters.kernels.triton.batch_norm.gradient import FROM_CODE, FROM_INPUT, solve
 from normmatters.kernels.triton.batch_norm.layout import (
     MAX_REGISTERS,
     Affine,
     Statistic,
-    View,
     affine_of,
     channel_blocks,
     dense,
     empty,
-    is_even,
+    grid_of,
     memory_format,
     next_power_of_2,
-    overlapping,
+    sizes_of,
     statistic_of,
     stored_format,
-    view_of,
+    values_of,
+    view_of_shape,
 )
 from normmatters.kernels.triton.batch_norm.statistics import statistics
 from normmatters.kernels.triton.batch_norm.tiles import (
     L1,
     ROWS,
     add_entries,
-    by_group,
     coarse,
     coarse_code,
     has_bit,
@@ -60,10 +59,12 @@ from normmatters.kernels.triton.batch_norm.tiles import (
     pack_codes,
     program_part,
     rows_above,
+    store_sums,
+    store_tile,
     store_words,
     tile_rows,
 )
-from normmatters.kernels.triton.launch import Launch, cached_plan, wait_for_previous
+from normmatters.kernels.triton.launch import Launch, cached_plan, launch, wait_for_previous
 from normmatters.norm import RunningStats
 
 # Kernels --------------------------------------------------------------------------------------------------------------
@@ -116,11 +117,8 @@ def twin_normalize_kernel(
     slope2 = gamma2 * inverse2
     code2_ptr = code_ptr + tl.cast(tl.cdiv(rows, ROWS), tl.int64) * cols
     for tile in range(split, tiles, splits):
-        row = tile_rows(tile, BLOCK_R)
-        offset = row.to(tl.int64) * cols + col[None, None, :]
-        mask = row < rows
         if not EVEN:
-            mask = mask & inside[None, None, :]
+            mask = (tile_rows(tile, BLOCK_R) < rows) & inside[None, None, :]
         x2 = load_tile(x2_ptr, tile, col, rows, cols, BLOCK_R, EVEN, False)
         x1 = load_tile(x1_ptr, tile, col, rows, cols, BLOCK_R, EVEN, False)
         d2 = x2.to(tl.float32) - mean2[None, None, :]
@@ -138,7 +136,7 @@ def twin_normalize_kernel(
             d1 = tl.where(mask, d1, -1e30)
         y += d1 * slope1[None, None, :]
         z = tl.maximum(y, 0.0, propagate_nan=tl.PropagateNan.ALL)  # NaN passes through, as in PyTorch
-        tl.store(z_ptr + offset, z.to(z_ptr.dtype.element_ty), mask=mask)
+        store_tile(z_ptr, z, tile, col, rows, cols, BLOCK_R, EVEN)
         if SAVE:
             if LEAN:
                 code = coarse_code(d1, inverse1)
@@ -227,17 +225,14 @@ def twin_sums_kernel(
             sum2 += tl.sum(g * (x2.to(tl.float32) - mean2[None, None, :]), axis=1)
         sum_g += tl.sum(g, axis=1)
 
-    entry = block * (BLOCK_C // GROUP) + tl.arange(0, BLOCK_C // GROUP)
-    stored = entry < entries
     plane = splits * entries
-    out = part_ptr + split * entries + entry
-    tl.store(out, by_group(tl.sum(sum_g, axis=0), GROUP, BLOCK_C), mask=stored)
-    tl.store(out + plane, by_group(tl.sum(sum1, axis=0), GROUP, BLOCK_C), mask=stored)
-    tl.store(out + 2 * plane, by_group(tl.sum(sum2, axis=0), GROUP, BLOCK_C), mask=stored)
+    store_sums(part_ptr, tl.sum(sum_g, axis=0), block, split, entries, GROUP, BLOCK_C)
+    store_sums(part_ptr + plane, tl.sum(sum1, axis=0), block, split, entries, GROUP, BLOCK_C)
+    store_sums(part_ptr + 2 * plane, tl.sum(sum2, axis=0), block, split, entries, GROUP, BLOCK_C)
     count1 = tl.sum((count & 0xFFFF).to(tl.float32), axis=0)
     count2 = tl.sum((count >> 16).to(tl.float32), axis=0)
-    tl.store(out + 3 * plane, by_group(count1, GROUP, BLOCK_C), mask=stored)
-    tl.store(out + 4 * plane, by_group(count2, GROUP, BLOCK_C), mask=stored)
+    store_sums(part_ptr + 3 * plane, count1, block, split, entries, GROUP, BLOCK_C)
+    store_sums(part_ptr + 4 * plane, count2, block, split, entries, GROUP, BLOCK_C)
 
 
 @triton.jit
@@ -327,7 +322,7 @@ def twin_input_gradient_kernel(
     g_ptr,
     link_ptr,
     code_ptr,
-    coefficient_ptr,
+    scratch_ptr,
     dx1_ptr,
     dx2_ptr,
     rows,
@@ -347,18 +342,13 @@ def twin_input_gradient_kernel(
     wait_for_previous(OVERLAP)
     _, split, splits, col, inside, channel = program_part(cols, spatial, CONTIGUOUS, False, BLOCK_C)
     code2_ptr = code_ptr + tl.cast(tl.cdiv(rows, ROWS), tl.int64) * cols
-    slope1 = tl.load(coefficient_ptr + channel, mask=inside, other=0.0)[None, None, :]
-    tilt1 = tl.load(coefficient_ptr + channels + channel, mask=inside, other=0.0)
-    even1 = tl.load(coefficient_ptr + 2 * channels + channel, mask=inside, other=0.0)
-    slope2 = tl.load(coefficient_ptr + 3 * channels + channel, mask=inside, other=0.0)[None, None, :]
-    tilt2 = tl.load(coefficient_ptr + 4 * channels + channel, mask=inside, other=0.0)
-    even2 = tl.load(coefficient_ptr + 5 * channels + channel, mask=inside, other=0.0)
+    slope1 = tl.load(scratch_ptr + channel, mask=inside, other=0.0)[None, None, :]
+    tilt1 = tl.load(scratch_ptr + channels + channel, mask=inside, other=0.0)
+    even1 = tl.load(scratch_ptr + 2 * channels + channel, mask=inside, other=0.0)
+    slope2 = tl.load(scratch_ptr + 3 * channels + channel, mask=inside, other=0.0)[None, None, :]
+    tilt2 = tl.load(scratch_ptr + 4 * channels + channel, mask=inside, other=0.0)
+    even2 = tl.load(scratch_ptr + 5 * channels + channel, mask=inside, other=0.0)
     for tile in range(split, tiles, splits):
-        row = tile_rows(tile, BLOCK_R)
-        offset = row.to(tl.int64) * cols + col[None, None, :]
-        mask = row < rows
-        if not EVEN:
-            mask = mask & inside[None, None, :]
         words1 = load_words(code_ptr, tile, col, rows, cols, BLOCK_R, EVEN)
         words2 = load_words(code2_ptr, tile, col, rows, cols, BLOCK_R, EVEN)
         part = load_tile(g_ptr, tile, col, rows, cols, BLOCK_R, EVEN, False)
@@ -375,236 +365,87 @@ def twin_input_gradient_kernel(
             above2 = has_bit(words2, 0, 2)
         # Both sides from g, so that the choice stays in g's layout.
         dx1 = tl.where(above1, g * slope1 + (even1 + tilt1)[None, None, :], g * slope1 + even1[None, None, :])
-        tl.store(dx1_ptr + offset, dx1.to(dx1_ptr.dtype.element_ty), mask=mask)
+        store_tile(dx1_ptr, dx1, tile, col, rows, cols, BLOCK_R, EVEN)
         dx2 = tl.where(above2, g * slope2 + (even2 + tilt2)[None, None, :], g * slope2 + even2[None, None, :])
-        tl.store(dx2_ptr + offset, dx2.to(dx2_ptr.dtype.element_ty), mask=mask)
+        store_tile(dx2_ptr, dx2, tile, col, rows, cols, BLOCK_R, EVEN)
 
 
 # Launches -------------------------------------------------------------------------------------------------------------
 
 
-def code_shape(view: View, *, lean: bool, save: bool) -> tuple[tuple[int, int, int], torch.dtype]:
-    """Shape and dtype of the codes, in two planes; nothing unless ``save``."""
-    return (2, view.code_rows if save else 0, view.cols), torch.int16 if lean else torch.int8
+class Plan(NamedTuple):
+    """The launches at one shape; scratch holds the coefficients, then the partial sums."""
 
-
-@cached_plan
-def _normalize_plan(view: View, dtype: torch.dtype, first: Affine, second: Affine, lean: bool, save: bool) -> Launch:
-    tiling = layout.tiling_of(view, dtype.itemsize)
-    return overlapping(
-        twin_normalize_kernel,
-        (-(-view.cols // tiling.block_c), tiling.splits),
-        {**view.sizes, "tiles": tiling.tiles},
-        {
-            "CONTIGUOUS": view.spatial > 1,
-            "EVEN": is_even(view, tiling),
-            "HAS_WEIGHT1": first[0] is not None,
-            "HAS_BIAS1": first[1] is not None,
-            "HAS_WEIGHT2": second[0] is not None,
-            "HAS_BIAS2": second[1] is not None,
-            "LEAN": lean,
-            "SAVE": save,
-            "BLOCK_R": tiling.block_r,
-            "BLOCK_C": tiling.block_c,
-        },
-        num_warps=tiling.num_warps,
-        maxnreg=MAX_REGISTERS,
-    )
-
-
-class Normed(NamedTuple):
-    """What the normalization of one input needs: its affine parameters, and (μ, 1/D, s/D) as [3, C]."""
-
-    weight: Tensor | None
-    bias: Tensor | None
-    statistics: Tensor
-
-    @property
-    def affine(self) -> Affine:
-        return affine_of(self.weight, self.bias)
-
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor]:
-        """Weight and bias for a kernel, which does not look at the absent ones."""
-        return (
-            self.statistics if self.weight is None else self.weight,
-            self.statistics if self.bias is None else self.bias,
-        )
-
-
-def normalize(
-    x1: Tensor, first: Normed, x2: Tensor, second: Normed, *, lean: bool, save: bool
-) -> tuple[Tensor, Tensor]:
-    """relu(norm₁(x₁) + norm₂(x₂)) and its codes. Both inputs are dense in the same memory format."""
-    view = view_of(x1)
-    shape, dtype = code_shape(view, lean=lean, save=save)
-    z, code = torch.empty_like(x1), empty(x1, *shape, dtype=dtype)
-    launch = _normalize_plan(view, x1.dtype, first.affine, second.affine, lean, save)
-    (weight1, bias1), (weight2, bias2) = first.tensors, second.tensors
-    launch.by_name(
-        x1_ptr=x1,
-        x2_ptr=x2,
-        weight1_ptr=weight1,
-        bias1_ptr=bias1,
-        weight2_ptr=weight2,
-        bias2_ptr=bias2,
-        stats1_ptr=first.statistics,
-        stats2_ptr=second.statistics,
-        z_ptr=z,
-        code_ptr=code,
-    )
-    return z, code
-
-
-class GradientPlan(NamedTuple):
-    """The launches of :func:`gradient` at one shape; scratch holds the coefficients, then the partial sums."""
-
-    sums: Launch
-    finish: Launch
-    input_gradient: Launch
+    normalize: tuple[Launch, ...]
+    gradient: tuple[Launch, ...]
+    channels: int
     scratch: int
+    code: tuple[int, int, int]
 
 
 @cached_plan
-def _gradient_plan(
-    view: View, dtype: torch.dtype, first: Affine, second: Affine, lean: bool, linked: bool
-) -> GradientPlan:
+def _plan(
+    sizes: tuple[int, ...],
+    contiguous: bool,
+    dtype: torch.dtype,
+    affine: tuple[Affine, Affine],
+    constants: tuple[float, float],
+    lean: bool,
+    save: bool,
+    linked: bool,
+) -> Plan:
+    view = view_of_shape(sizes, contiguous)
     tiling = layout.tiling_of(view, dtype.itemsize)
-    entries, per_channel = tiling.entries(view), view.spatial // tiling.group
-    grid = (-(-view.cols // tiling.block_c), tiling.splits)
-    kind = {"LEAN": lean, "CONTIGUOUS": view.spatial > 1, "EVEN": is_even(view, tiling), "LINKED": linked}
-    blocks = {"BLOCK_R": tiling.block_r, "BLOCK_C": tiling.block_c}
-    sums = overlapping(
-        twin_sums_kernel,
-        grid,
-        {**view.sizes, "entries": entries, "tiles": tiling.tiles},
-        {**kind, "GROUP": tiling.group, **blocks},
-        num_warps=tiling.num_warps,
-        maxnreg=MAX_REGISTERS,
+    (weight1, bias1), (weight2, bias2) = affine
+    values = {
+        **values_of(view, tiling),
+        "constant1": constants[0],
+        "constant2": constants[1],
+        "HAS_WEIGHT1": weight1 is not None,
+        "HAS_BIAS1": bias1 is not None,
+        "HAS_WEIGHT2": weight2 is not None,
+        "HAS_BIAS2": bias2 is not None,
+        "LEAN": lean,
+        "SAVE": save,
+        "LINKED": linked,
+    }
+    normalize, sums, input_gradient = (
+        Launch(kernel, grid_of(view, tiling), values, num_warps=tiling.num_warps, maxnreg=MAX_REGISTERS)
+        for kernel in (twin_normalize_kernel, twin_sums_kernel, twin_input_gradient_kernel)
     )
     block_c, block_e, programs = channel_blocks(view)
-    finish = overlapping(
-        twin_coefficients_kernel,
-        (programs, 1),
-        {
-            "channels": view.channels,
-            "entries": entries,
-            "splits": tiling.splits,
-            "per_channel": per_channel,
-            "n": view.n,
-        },
-        {
-            "HAS_WEIGHT1": first[0] is not None,
-            "HAS_WEIGHT2": second[0] is not None,
-            "LEAN": lean,
-            "BLOCK_E": min(block_e, next_power_of_2(tiling.splits * per_channel)),
-            "BLOCK_C": block_c,
-        },
-        num_warps=8,
+    block_e = min(block_e, next_power_of_2(tiling.splits * view.spatial // tiling.group))
+    finish = values | {"BLOCK_E": block_e, "BLOCK_C": block_c}
+    return Plan(
+        (normalize,),
+        (sums, Launch(twin_coefficients_kernel, (programs, 1), finish, num_warps=8), input_gradient),
+        view.channels,
+        6 * view.channels + 5 * tiling.splits * tiling.entries(view),
+        (2, view.code_rows if save else 0, view.cols),
     )
-    input_gradient = overlapping(
-        twin_input_gradient_kernel,
-        grid,
-        {**view.sizes, "tiles": tiling.tiles},
-        {**kind, **blocks},
-        num_warps=tiling.num_warps,
-        maxnreg=MAX_REGISTERS,
-    )
-    return GradientPlan(sums, finish, input_gradient, 6 * view.channels + 5 * tiling.splits * entries)
-
-
-class Gradients(NamedTuple):
-    """dx, dγ and dβ of each norm."""
-
-    dx1: Tensor
-    dweight1: Tensor
-    dbias1: Tensor
-    dx2: Tensor
-    dweight2: Tensor
-    dbias2: Tensor
-
-
-def gradient(
-    g: Tensor,
-    link: Tensor | None,
-    x1: Tensor,
-    x2: Tensor,
-    code: Tensor,
-    first: Normed,
-    second: Normed,
-    constant1: float,
-    constant2: float,
-    *,
-    lean: bool,
-) -> Gradients:
-    """Both norms' gradients. ``link`` is added to g; of ``x1`` and ``x2`` nothing is read if ``lean``."""
-    view = view_of(g)
-    plan = _gradient_plan(view, g.dtype, first.affine, second.affine, lean, link is not None)
-    scratch = empty(g, plan.scratch)
-    dweight1, dbias1, dweight2, dbias2 = (empty(g, view.channels) for _ in range(4))
-    dx1, dx2 = torch.empty_like(g), torch.empty_like(g)
-    other = g if link is None else link
-    stats1, stats2 = first.statistics, second.statistics
-    plan.sums.by_name(
-        g_ptr=g,
-        link_ptr=other,
-        x1_ptr=x1,
-        x2_ptr=x2,
-        code_ptr=code,
-        stats1_ptr=stats1,
-        stats2_ptr=stats2,
-        scratch_ptr=scratch,
-    )
-    plan.finish.by_name(
-        constant1,
-        constant2,
-        scratch_ptr=scratch,
-        weight1_ptr=first.tensors[0],
-        weight2_ptr=second.tensors[0],
-        stats1_ptr=stats1,
-        stats2_ptr=stats2,
-        dweight1_ptr=dweight1,
-        dbias1_ptr=dbias1,
-        dweight2_ptr=dweight2,
-        dbias2_ptr=dbias2,
-    )
-    plan.input_gradient.by_name(
-        g_ptr=g, link_ptr=other, code_ptr=code, coefficient_ptr=scratch, dx1_ptr=dx1, dx2_ptr=dx2
-    )
-    return Gradients(dx1, dweight1, dbias1, dx2, dweight2, dbias2)
 
 
 # Autograd and operators -----------------------------------------------------------------------------------------------
 
 
 class Options(NamedTuple):
-    """What a forward pass is called with beside its tensors."""
+    """What a forward pass is called with beside its tensors. ``save``: there will be a backward pass."""
 
-    statistic1: Statistic
-    running1: RunningStats
-    statistic2: Statistic
-    running2: RunningStats
+    running_mean1: Tensor | None
+    running_var1: Tensor | None
+    batches1: Tensor | None
+    momentum1: float
+    eps1: float
+    constant1: float
+    running_mean2: Tensor | None
+    running_var2: Tensor | None
+    batches2: Tensor | None
+    momentum2: float
+    eps2: float
+    constant2: float
     lean: bool
     save: bool
     linked: bool
-
-    def flat(self) -> tuple[Any, ...]:
-        """As the arguments of the operator."""
-        numbers: list[Any] = []
-        for statistic, (mean, var, batches, momentum) in (
-            (self.statistic1, self.running1),
-            (self.statistic2, self.running2),
-        ):
-            numbers += [mean, var, batches, momentum, statistic.eps, statistic.constant]
-        return *numbers, self.lean, self.save, self.linked
-
-    @classmethod
-    def from_arguments(cls, *arguments: Any) -> Options:
-        """From the operator's arguments: six tensors, then what :meth:`flat` gives."""
-        flat, norms = arguments[6:], list[Any]()
-        for mean, var, batches, momentum, eps, constant in (flat[:6], flat[6:12]):
-            norms += [Statistic("l1", 0, constant, eps), RunningStats(mean, var, batches, momentum)]
-        return cls(*norms, *flat[12:])
 
 
 def _forward(
@@ -615,24 +456,35 @@ def _forward(
     weight2: Tensor | None,
     bias2: Tensor | None,
     options: Options,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The output, its codes (empty unless ``options.save``), both statistics; updates the running ones."""
     x1 = dense(x1)
     x2 = x2.contiguous(memory_format=memory_format(x1))
+    stats: list[Tensor] = []
     # The shortcut's first: it was written last, and what is still in the cache of it is read from there.
-    stats2, _ = statistics(x2, options.statistic2, options.running2)
-    stats1, _ = statistics(x1, options.statistic1, options.running1)
-    first, second = Normed(weight1, bias1, stats1), Normed(weight2, bias2, stats2)
-    z, code = normalize(x1, first, x2, second, lean=options.lean, save=options.save)
+    for x, (mean, var, batches, momentum, eps, constant) in ((x2, options[6:12]), (x1, options[:6])):
+        running = RunningStats(mean, var, batches, momentum)
+        stats += [statistics(x, Statistic("l1", 0, constant, eps), running)[0]]
+    stats2, stats1 = stats
+    plan = _plan(
+        sizes_of(x1), x1.is_contiguous(), x1.dtype, (affine_of(weight1, bias1), affine_of(weight2, bias2)),
+        (options.constant1, options.constant2), options.lean, options.save, False,
+    )  # fmt: skip
+    z, code = torch.empty_like(x1), empty(x1, *plan.code, dtype=torch.int16 if options.lean else torch.int8)
+    tensors = {
+        "x1_ptr": x1,
+        "x2_ptr": x2,
+        "weight1_ptr": stats1 if weight1 is None else weight1,
+        "bias1_ptr": stats1 if bias1 is None else bias1,
+        "weight2_ptr": stats2 if weight2 is None else weight2,
+        "bias2_ptr": stats2 if bias2 is None else bias2,
+        "stats1_ptr": stats1,
+        "stats2_ptr": stats2,
+        "z_ptr": z,
+        "code_ptr": code,
+    }
+    launch(plan.normalize, tensors)
     return z, code, stats1, stats2
-
-
-def _fake_forward(x1: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    *_, options = arguments
-    z = torch.empty_like(x1, memory_format=memory_format(x1))
-    shape, dtype = code_shape(view_of(z), lean=options.lean, save=options.save)
-    stats = (x1.new_empty((3, x1.shape[1]), dtype=torch.float32) for _ in range(2))
-    return z, x1.new_empty(shape, dtype=dtype), *stats
 
 
 def _backward(
@@ -649,21 +501,40 @@ def _backward(
     constant2: float,
     lean: bool,
     channels_last: bool,
-) -> Gradients:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """dx, dγ and dβ of each norm. ``link`` is added to g; of ``x1`` and ``x2`` nothing is read if ``lean``."""
     stored = stored_format(g, channels_last)
     dense_g = g.contiguous(memory_format=stored)
     x1, x2 = (dense_g if x is g else x.contiguous(memory_format=stored) for x in (x1, x2))  # as in `operator.py`
     if link is not None:
         link = link.contiguous(memory_format=stored)
-    first, second = Normed(weight1, None, statistics1), Normed(weight2, None, statistics2)
-    return gradient(dense_g, link, x1, x2, code, first, second, constant1, constant2, lean=lean)
-
-
-def _fake_backward(g: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    *_, channels_last = arguments
-    stored, channels = stored_format(g, channels_last), g.shape[1]
-    one = (torch.empty_like(g, memory_format=stored), *(g.new_empty(channels, dtype=torch.float32) for _ in range(2)))
-    return (*one, *(torch.empty_like(t) for t in one))
+    affine = ((None if weight1 is None else weight1.dtype, None), (None if weight2 is None else weight2.dtype, None))
+    plan = _plan(
+        sizes_of(dense_g), dense_g.is_contiguous(), g.dtype, affine, (constant1, constant2), lean, True,
+        link is not None,
+    )  # fmt: skip
+    dweight1, dbias1, dweight2, dbias2 = (empty(g, plan.channels) for _ in range(4))
+    dx1, dx2 = torch.empty_like(dense_g), torch.empty_like(dense_g)
+    tensors = {
+        "g_ptr": dense_g,
+        "link_ptr": dense_g if link is None else link,
+        "x1_ptr": x1,
+        "x2_ptr": x2,
+        "code_ptr": code,
+        "stats1_ptr": statistics1,
+        "stats2_ptr": statistics2,
+        "weight1_ptr": statistics1 if weight1 is None else weight1,
+        "weight2_ptr": statistics2 if weight2 is None else weight2,
+        "scratch_ptr": empty(g, plan.scratch),
+        "dx1_ptr": dx1,
+        "dweight1_ptr": dweight1,
+        "dbias1_ptr": dbias1,
+        "dx2_ptr": dx2,
+        "dweight2_ptr": dweight2,
+        "dbias2_ptr": dbias2,
+    }
+    launch(plan.gradient, tensors)
+    return dx1, dweight1, dbias1, dx2, dweight2, dbias2
 
 
 def _save(ctx: Any, tensors: tuple[Any, ...], options: Options, results: tuple[Any, ...]) -> None:
@@ -675,8 +546,7 @@ def _save(ctx: Any, tensors: tuple[Any, ...], options: Options, results: tuple[A
     ctx.save_for_backward(*inputs, code, *stats, weight1, weight2)
     ctx.linked = options.linked
     ctx.dtypes = [None if t is None else t.dtype for t in tensors]
-    constants = (options.statistic1.constant, options.statistic2.constant)
-    ctx.arguments = (*constants, options.lean, stored is not torch.contiguous_format)
+    ctx.arguments = (options.constant1, options.constant2, options.lean, stored is not torch.contiguous_format)
 
 
 def _gradients(ctx: Any, backward: Callable[..., Any], g: Tensor, link: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -690,24 +560,12 @@ def _gradients(ctx: Any, backward: Callable[..., Any], g: Tensor, link: Tensor |
 
 _twin_batch_norm = Operator(
     "twin_batch_norm",
-    forward_schema=(
-        "(Tensor x1, Tensor? weight1, Tensor? bias1, Tensor x2, Tensor? weight2, Tensor? bias2, "
-        "Tensor(a!)? running_mean1, Tensor(b!)? running_var1, Tensor(c!)? batches1, float momentum1, float eps1, "
-        "float constant1, Tensor(d!)? running_mean2, Tensor(e!)? running_var2, Tensor(f!)? batches2, float momentum2, "
-        "float eps2, float constant2, bool lean, bool save, bool linked) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
-    ),
-    backward_schema=(
-        "(Tensor g, Tensor? link, Tensor x1, Tensor x2, Tensor code, Tensor statistics1, Tensor statistics2, "
-        "Tensor? weight1, Tensor? weight2, float constant1, float constant2, bool lean, bool channels_last) "
-        "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
-    ),
     options=Options,
     forward=_forward,
-    fake_forward=_fake_forward,
     save=_save,
     backward=_backward,
-    fake_backward=_fake_backward,
     gradients=_gradients,
+    changes=("running_mean1", "running_var1", "batches1", "running_mean2", "running_var2", "batches2"),
     links=True,
 )
 
@@ -717,11 +575,13 @@ def twin_batch_norm(first: Any, second: Any, *, linked: bool) -> tuple[Tensor, T
     x1 = dense(first.input)  # as in `operator.py`
     x2 = second.input.contiguous(memory_format=memory_format(x1))
     tensors: list[Tensor | None] = []
-    norms: list[Any] = []
+    states: list[Any] = []
     for x, (_, norm, weight, bias, running) in ((x1, first), (x2, second)):
         tensors += [x, *(None if t is None else t.contiguous() for t in (weight, bias))]
-        norms += [statistic_of(norm, int(x.numel() // x.shape[1])), running]
-    save = torch.is_grad_enabled() and any_requires_grad(*tensors)
-    options = Options(*norms, lean=first.norm.memory == "lean", save=save, linked=linked and save)
-    out = _twin_batch_norm(*tensors, options)
+        _, _, constant, eps = statistic_of(norm, int(x.numel() // x.shape[1]))
+        mean, var, batches, momentum = running
+        states += [mean, var, batches, float(momentum), eps, constant]
+    save = needs_grad(*tensors)
+    options = Options._make([*states, first.norm.memory == "lean", save, linked and save])
+    out = _twin_batch_norm(*tensors, options, needs_grad=save)
     return out if options.linked else (out, None)
