@@ -255,11 +255,12 @@ def test_code_without_its_history_may_be_told_its_commit(monkeypatch: pytest.Mon
         raise OSError("git")
 
     monkeypatch.setenv("NORMMATTERS_COMMIT", "abc123")
-    assert harness.environment(CPU)["commit"] == "abc123"  # a checkout that it was copied into says nothing about it
+    # A checkout that it was copied into says nothing about it.
+    assert harness.Setup(CPU).environment["commit"] == "abc123"
     monkeypatch.setattr(provenance.subprocess, "run", no_repository)
-    assert harness.environment(CPU)["commit"] == "abc123"
+    assert harness.Setup(CPU).environment["commit"] == "abc123"
     monkeypatch.delenv("NORMMATTERS_COMMIT")
-    assert harness.environment(CPU)["commit"] is None
+    assert harness.Setup(CPU).environment["commit"] is None
 
 
 # Captures that fail ---------------------------------------------------------------------------------------------------

@@ -119,11 +119,13 @@ def _run_one(name: str, setup: Setup, out: Path | None, picture: Path | None) ->
 
 def _rows(name: str, setup: Setup) -> Iterator[Row]:
     """The rows; what goes wrong between them, such as memory that runs out, becomes the last one."""
+    from normmatters.bench import timing
+
     try:
         yield from importlib.import_module(f"normmatters.bench.{name}").rows(setup)
     except Exception as error:
-        text = " ".join(str(error).split())[:300]
-        yield {"variant": name, "ours": True, "status": "failed", "note": f"{type(error).__name__}: {text}"}
+        note = f"{type(error).__name__}: {timing.one_line(error)}"
+        yield {"variant": name, "ours": True, "status": "failed", "note": note}
 
 
 def _draw(data: dict[str, Any], path: Path) -> None:

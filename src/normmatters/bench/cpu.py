@@ -267,8 +267,8 @@ def _optimizers(setup: Setup) -> Iterator[Row]:
         build, _ = optim.OPTIMIZERS[name]
         if wrong := optim.check(build, shapes, "cpu"):
             raise Wrong(wrong)
-        optimizer, step = build(optim.make_parameters(shapes, "cpu", torch.float32), False)
-        return Ready.of_step(step, optimizer=type(optimizer).__name__)
+        optimizer = build(optim.make_parameters(shapes, "cpu", torch.float32), False)
+        return Ready.of_step(optimizer.step, optimizer=type(optimizer).__name__)
 
     variants = {name: ("SGD(" not in name, partial(prepare, name)) for name in _OPTIMIZERS}
     axes, elements = {"part": "optimizer", "dtype": "fp32"}, sum(map(math.prod, shapes.values()))

@@ -24,9 +24,15 @@ from torch import Tensor
 from normmatters.bench import peers, timing
 from normmatters.provenance import commit, device_name
 
+try:
+    import triton
+except ImportError:
+    triton = None
+
 Row = dict[str, Any]
 Axes = Mapping[str, Sequence[str]]
 
+_PLACE = ("part", "mode")
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -94,7 +100,16 @@ class Setup:
     @cached_property
     def environment(self) -> dict[str, Any]:
         """The machine and the versions that the numbers belong to."""
-        return environment(self.device)
+        return {
+            "device": device_name(self.device),
+            "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda if self.cuda else None,
+            "triton": triton.__version__ if triton else None,
+            "python": platform.python_version(),
+            "commit": commit(),
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        }
 
     def free(self) -> None:
         """Let go of compiled code and of memory that nothing uses any more; a smoke run has little of either."""
@@ -115,10 +130,6 @@ class Case:
     ours: bool = True
     compile: bool = False  # by torch.compile
     more: Row = field(default_factory=dict)
-
-    def shared_key(self) -> bytes:
-        """What it compiles. Our kernels are compiled for a kind of layer, the peers for every shape."""
-        return "/".join(value for axis, value in self.names.items() if self.compile or axis != "size").encode()
 
 
 def layer_cases(
@@ -163,7 +174,9 @@ def rows_of(
     good: list[Row] = []
     warmed = False
     for case in cases:
-        if setup.share is not None and zlib.crc32(case.shared_key()) % setup.share[1] != setup.share[0]:
+        # What it compiles: our kernels are compiled for a kind of layer, the peers for every shape.
+        compiles = "/".join(value for axis, value in case.names.items() if case.compile or axis != "size")
+        if setup.share is not None and zlib.crc32(compiles.encode()) % setup.share[1] != setup.share[0]:
             continue
         if not warmed and (case.compile or not eager_first):
             setup.warm_up()
@@ -189,8 +202,7 @@ def attempt(setup: Setup, case: Case) -> Row:
     except Skip as error:
         result = {**row, "status": "skipped", "note": str(error)}
     except Exception as error:  # one variant must not take the others with it
-        text = " ".join(str(error).split()) or "no message"
-        result = {**row, "status": "failed", "note": f"{type(error).__name__}: {text[:300]}"}
+        result = {**row, "status": "failed", "note": f"{type(error).__name__}: {timing.one_line(error)}"}
     result["seconds"] = round(time.perf_counter() - start, 2)
     return result
 
@@ -250,6 +262,13 @@ def compare_with_native(rows: Sequence[Row], family: Callable[[str], str] = lamb
     last["ratio"] = total(last) / min(native) if native else None
 
 
+def compare_with(base: str, rows: Sequence[Row]) -> None:
+    """Give the last row its time beside that of ``base`` in the same part and mode, if that was measured."""
+    last = rows[-1]
+    same = [row["ms"] for row in rows if row["variant"] == base and all(row.get(k) == last.get(k) for k in _PLACE)]
+    last |= {"ratio": last["ms"] / same[0] if same else None, "added_ms": last["ms"] - same[0] if same else None}
+
+
 def passes(ms: float, memory_bandwidth: float, tensor_bytes: int) -> float:
     """Time in passes over memory: one pass is the tensor read or written once at the speed of a copy.
 
@@ -264,26 +283,6 @@ def passes(ms: float, memory_bandwidth: float, tensor_bytes: int) -> float:
 def failed(rows: Iterable[Row]) -> list[Row]:
     """The rows that make a run fail: any wrong result, and any of ours that did not run."""
     return [r for r in rows if r["status"] == "WRONG" or (r["status"] == "failed" and r.get("ours"))]
-
-
-def environment(device: torch.device) -> dict[str, Any]:
-    """The machine and the versions that the numbers belong to."""
-    try:
-        import triton
-
-        triton_version = triton.__version__
-    except ImportError:
-        triton_version = None
-    return {
-        "device": device_name(device),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda if device.type == "cuda" else None,
-        "triton": triton_version,
-        "python": platform.python_version(),
-        "commit": commit(),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    }
 
 
 def write_json(path: Path, name: str, setup: Setup, rows: Sequence[Row], extra: Mapping[str, Any]) -> None:

@@ -5,7 +5,7 @@ A number is reported only for an optimizer whose steps on the device agree with 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import cache, lru_cache, partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import MultiStepLR
 
 from normmatters.bench import peers, timing
-from normmatters.bench.harness import Axes, Case, Row, Setup, Wrong, rows_of
+from normmatters.bench.harness import Axes, Case, Row, Setup, Wrong, compare_with, rows_of
 from normmatters.optim import (
     Angular,
     AngularSGD,
@@ -29,7 +29,7 @@ from normmatters.optim import (
 )
 
 Named = dict[str, nn.Parameter]
-Build = Callable[[Named, bool], tuple[Optimizer, Callable[[], Any]]]
+Build = Callable[[Named, bool], Optimizer]  # of the parameters, and whether its step is captured into a CUDA graph
 
 LR, MOMENTUM, WEIGHT_DECAY = 0.1, 0.9, 1e-4
 BASE = "SGD(foreach=True)"  # what the others are compared with
@@ -50,7 +50,7 @@ def rows(setup: Setup) -> Iterator[Row]:
 
     A smoke run has few and small tensors and few repeats.
     """
-    return rows_of(setup, cases(setup), _compare)
+    return rows_of(setup, cases(setup), partial(compare_with, BASE))
 
 
 def cases(setup: Setup) -> Iterator[Case]:
@@ -61,13 +61,6 @@ def cases(setup: Setup) -> Iterator[Case]:
             ours = not name.startswith(("SGD(", "AdamW("))
             measure = partial(_measure, setup, build, shapes, verdict, mode == "graph")
             yield Case({"variant": name, "mode": mode}, measure, ours)
-
-
-def _compare(rows: Sequence[Row]) -> None:
-    last = rows[-1]
-    base = [row["ms"] for row in rows if row["variant"] == BASE and row["mode"] == last["mode"]]
-    if base:
-        last.update(ratio=last["ms"] / base[0], added_ms=last["ms"] - base[0])
 
 
 def make_parameters(shapes: dict[str, tuple[int, ...]], device: str, dtype: torch.dtype) -> Named:
@@ -97,9 +90,9 @@ def check(build: Build, shapes: dict[str, tuple[int, ...]], device: str, steps: 
     """What is wrong with some steps in float32 on the device, by the same in float64 on the CPU; empty if nothing."""
     own, reference = (make_parameters(shapes, *place) for place in ((device, torch.float32), ("cpu", torch.float64)))
     for named in (own, reference):
-        _, step = build(named, False)
+        optimizer = build(named, False)
         for _ in range(steps):
-            step()
+            optimizer.step()
     for name, p in own.items():
         error = (p.detach().cpu().double() - reference[name].detach()).abs().max().item()
         # Numbers up to 5, a handful of float32 roundings per step.
@@ -114,10 +107,10 @@ def _measure(
     """Milliseconds of one step, as it is called or as a CUDA graph."""
     if wrong := verdict():
         raise Wrong(wrong)
-    _optimizer, step = build(make_parameters(shapes, str(setup.device), torch.float32), graph)  # a schedule holds it
+    optimizer = build(make_parameters(shapes, str(setup.device), torch.float32), graph)
     timing.wake(setup.device)  # it idled while the CPU checked
     # Ten in a row: what the host needs to launch a step counts only where it is the longer.
-    calls = [step] * (10 if setup.cuda else 1)
+    calls = [optimizer.step] * (10 if setup.cuda else 1)
     with timing.side_stream(setup.device):
         took = timing.time_calls(calls, setup.device, quick=setup.smoke, graph=graph)
     if graph and took.graph_ms is None:
@@ -133,14 +126,6 @@ def _weights(named: Named) -> dict[str, Tensor]:
 def _groups(named: Named, **rest: object) -> list[dict[str, Any]]:
     weights = _weights(named)
     return [{"params": list(weights.values())}, {"params": [p for n, p in named.items() if n not in weights], **rest}]
-
-
-def _plain(make: Callable[[Named, bool], Optimizer]) -> Build:
-    def build(named: Named, graph: bool) -> tuple[Optimizer, Callable[[], Any]]:
-        optimizer = make(named, graph)
-        return optimizer, optimizer.step
-
-    return build
 
 
 def _sgd(named: Named, **kwargs: Any) -> SGD:
@@ -172,59 +157,43 @@ def _correction(named: Named, graph: bool) -> Optimizer:
     return StepSizeCorrection(_sgd(named, weight_decay=0.0), _recording(named), _weights(named))
 
 
-def _norm_schedule(named: Named, graph: bool) -> tuple[Optimizer, Callable[[], Any]]:
+def _norm_schedule(named: Named, graph: bool) -> Optimizer:
     optimizer = SGD(_groups(named), LR, MOMENTUM, foreach=True)
     schedule = NormSchedule(optimizer, lambda o: MultiStepLR(o, [10**9]), _weights(named))
-
-    def step() -> None:
-        optimizer.step()
-        schedule.step()
-
-    return optimizer, step
+    optimizer.register_step_post_hook(lambda *_: schedule.step())
+    return optimizer
 
 
-def _recorder(named: Named, graph: bool) -> tuple[Optimizer, Callable[[], Any]]:
+def _recorder(named: Named, graph: bool) -> Optimizer:
     optimizer = _sgd(named)
-    recorder = NormRecorder(_weights(named), optimizer, capacity=1000 if graph else None)
+    NormRecorder(_weights(named), optimizer, capacity=1000 if graph else None)  # the optimizer's hooks hold it
+    return optimizer
 
-    def step(recorder: NormRecorder = recorder) -> None:  # keeps the recorder alive
-        optimizer.step()
 
-    return optimizer, step
+def _angular_sgd(named: Named, graph: bool) -> Optimizer:
+    return AngularSGD(_groups(named, angular=False), LR, MOMENTUM, WEIGHT_DECAY, capturable=graph)
+
+
+def _angular(named: Named, graph: bool) -> Optimizer:
+    return Angular(SGD(_groups(named, angular=False), LR, MOMENTUM, weight_decay=WEIGHT_DECAY, foreach=True))
+
+
+def _free_adamw(named: Named, graph: bool) -> Optimizer:
+    return WeightDecayFreeAdamW(_groups(named, weight_decay_free=False), 1e-3, capturable=graph)
 
 
 # Name → how to build it, and whether it can be captured into a CUDA graph.
 OPTIMIZERS: dict[str, tuple[Build, bool]] = {
-    BASE: (_plain(lambda named, graph: _sgd(named)), True),
-    "SGD(fused=True)": (_plain(lambda named, graph: _sgd(named, foreach=None, fused=True)), True),
+    BASE: (lambda named, graph: _sgd(named), True),
+    "SGD(fused=True)": (lambda named, graph: _sgd(named, foreach=None, fused=True), True),
     # By default fused on a GPU, and in a graph, where α must live on the device, foreach.
-    "WeightDecayFreeSGD": (_plain(_free_sgd), True),
-    "WeightDecayFreeSGD(foreach=True)": (_plain(lambda named, graph: _free_sgd(named, graph, foreach=True)), False),
-    "AngularSGD": (
-        _plain(
-            lambda named, graph: AngularSGD(_groups(named, angular=False), LR, MOMENTUM, WEIGHT_DECAY, capturable=graph)
-        ),
-        True,
-    ),
+    "WeightDecayFreeSGD": (_free_sgd, True),
+    "WeightDecayFreeSGD(foreach=True)": (partial(_free_sgd, foreach=True), False),
+    "AngularSGD": (_angular_sgd, True),
     "SGD + NormRecorder": (_recorder, True),
-    "SGD + StepSizeCorrection": (_plain(_correction), False),
-    "Angular(SGD)": (
-        _plain(
-            lambda named, graph: Angular(
-                SGD(_groups(named, angular=False), LR, MOMENTUM, weight_decay=WEIGHT_DECAY, foreach=True)
-            )
-        ),
-        True,
-    ),
-    "AdamW(foreach=True)": (
-        _plain(lambda named, graph: AdamW(named.values(), 1e-3, foreach=True, capturable=graph)),
-        True,
-    ),
-    "WeightDecayFreeAdamW": (
-        _plain(
-            lambda named, graph: WeightDecayFreeAdamW(_groups(named, weight_decay_free=False), 1e-3, capturable=graph)
-        ),
-        True,
-    ),
+    "SGD + StepSizeCorrection": (_correction, False),
+    "Angular(SGD)": (_angular, True),
+    "AdamW(foreach=True)": (lambda named, graph: AdamW(named.values(), 1e-3, foreach=True, capturable=graph), True),
+    "WeightDecayFreeAdamW": (_free_adamw, True),
     "SGD + NormSchedule": (_norm_schedule, False),
 }

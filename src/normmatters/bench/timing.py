@@ -96,7 +96,7 @@ def _capture(calls: Sequence[Call], device: torch.device) -> torch.cuda.CUDAGrap
         try:
             _undo_capture(graph, pool, device)
         except RuntimeError as error:
-            _spoiled[device] = f"an earlier capture failed and could not be undone: {_one_line(error)}"
+            _spoiled[device] = f"an earlier capture failed and could not be undone: {one_line(error)}"
         raise
     return graph
 
@@ -111,7 +111,10 @@ def _undo_capture(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) 
     index = torch.cuda.current_device() if device.index is None else device.index
     generator = torch.cuda.default_generators[index]
     generator.graphsafe_set_state(generator.clone_state())  # the same numbers, but part of no capture
-    ended = _has_ended(graph)
+    ended = False
+    with suppress(RuntimeError):  # what a graph without its end raises
+        graph.pool()
+        ended = True
     graph.reset()
     if not ended:
         for end in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
@@ -121,23 +124,16 @@ def _undo_capture(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) 
     torch.cuda.synchronize(device)
 
 
-def _has_ended(graph: torch.cuda.CUDAGraph) -> bool:
-    try:
-        graph.pool()
-    except RuntimeError:
-        return False
-    return True
-
-
 def _first_reason(error: BaseException) -> str:
     """What went wrong first: the end of a capture only says that something did before."""
     while error.__context__ is not None:
         error = error.__context__
-    return _one_line(error)
+    return one_line(error)
 
 
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200]
+def one_line(error: BaseException) -> str:
+    """Its message."""
+    return " ".join(str(error).split())[:300] or "no message"
 
 
 def side_stream(device: torch.device) -> AbstractContextManager[Any]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Sequence
 from subprocess import DEVNULL, Popen, TimeoutExpired
 
 from normmatters.bench.harness import Setup
@@ -32,11 +31,14 @@ def warm_up(name: str, setup: Setup, jobs: int, *, limit_s: float = 300) -> None
     start = time.perf_counter()
     threads = str(max(1, (os.cpu_count() or 1) // jobs))
     environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": threads, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "normmatters.bench", name, "--device", str(setup.device), "--share"]
+    options = ["--smoke"] if setup.smoke else []
+    options += ["--only", ",".join(sorted(setup.only.words))] if setup.only.words else []
     running: list[Popen[bytes]] = []
     try:
         for index in range(jobs):
-            command = _command(name, setup, f"{index}/{jobs}")
-            running.append(Popen(command, env=environment, stdout=DEVNULL, stderr=DEVNULL))
+            share = [*command, f"{index}/{jobs}", *options]
+            running.append(Popen(share, env=environment, stdout=DEVNULL, stderr=DEVNULL))
         for process in running:
             try:
                 process.wait(max(1.0, limit_s - (time.perf_counter() - start)))
@@ -47,9 +49,3 @@ def warm_up(name: str, setup: Setup, jobs: int, *, limit_s: float = 300) -> None
             if process.poll() is None:
                 process.kill()
     print(f"\n{name}: compiled in {time.perf_counter() - start:.0f} s by {jobs} processes", flush=True)
-
-
-def _command(name: str, setup: Setup, share: str) -> Sequence[str]:
-    command = [sys.executable, "-m", "normmatters.bench", name, "--device", str(setup.device), "--share", share]
-    command += ["--smoke"] if setup.smoke else []
-    return [*command, "--only", ",".join(sorted(setup.only.words))] if setup.only.words else command

@@ -7,16 +7,16 @@ from them. ``step`` is the training step of ``resnet50`` with mean-only batch no
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from normmatters.bench import check, peers, timing
-from normmatters.bench.harness import Case, Layer, Row, Setup, rows_of
+from normmatters.bench.harness import Case, Layer, Row, Setup, compare_with, rows_of
 from normmatters.bench.resnet50 import Step, build, check_same
 from normmatters.functional import bounded_weight
 from normmatters.functional.weight import slice_norm
@@ -51,7 +51,7 @@ _ORDER = (("weights", "eager"), ("step", "eager"), ("step", "compiled"), ("weigh
 
 def rows(setup: Setup) -> Iterator[Row]:
     """Every wanted row. Nothing is compiled beforehand for the eager ones, so that they are there within seconds."""
-    return rows_of(setup, cases(setup), _compare, eager_first=True)
+    return rows_of(setup, cases(setup), partial(compare_with, "none"), eager_first=True)
 
 
 def cases(setup: Setup) -> Iterator[Case]:
@@ -70,26 +70,12 @@ def _usual(setup: Setup, axes: dict[str, str]) -> bool:
     return not setup.smoke and (axes["variant"] not in ("classic", "bounded_l1") or not setup.only.default())
 
 
-def _compare(rows: Sequence[Row]) -> None:
-    """What the last row's weight norm adds to the time without one."""
-    last = rows[-1]
-    none = [r["ms"] for r in rows if r["variant"] == "none" and (r["part"], r["mode"]) == (last["part"], last["mode"])]
-    last["added_ms"] = last["ms"] - none[0] if none else None
-
-
 def _convolutions(model: nn.Module) -> list[nn.Conv2d]:
     return [module for module in model.modules() if isinstance(module, nn.Conv2d)]
 
 
-@dataclass(frozen=True)
-class Gradients:
-    """The incoming gradients of a model's weights."""
-
-    g: list[Tensor]
-
-
-def weights_of(model: nn.Module, variant: str, dtype: torch.dtype, *, compile: bool = False) -> tuple[Layer, Gradients]:
-    """All convolutions' weights in ``dtype``, which ``variant`` computes, and some gradients of them.
+def weights_of(model: nn.Module, variant: str, dtype: torch.dtype, *, compile: bool = False) -> tuple[Layer, Any]:
+    """All convolutions' weights in ``dtype``, which ``variant`` computes, and data: some gradients ``g`` of them.
 
     The model's forward pass computes them alone, so that what it does before a forward pass is done.
     """
@@ -98,7 +84,7 @@ def weights_of(model: nn.Module, variant: str, dtype: torch.dtype, *, compile: b
     for layer in layers:
         parametrizations: Any = getattr(layer, "parametrizations", None)
         parameters.append([layer.weight] if parametrizations is None else list(parametrizations.weight.parameters()))
-    gradients = Gradients([torch.empty_like(p[-1], dtype=dtype).normal_() for p in parameters])
+    gradients = SimpleNamespace(g=[torch.empty_like(p[-1], dtype=dtype).normal_() for p in parameters])
     leaves = [p for group in parameters for p in group]
     model.forward = lambda: [layer.weight.to(dtype) for layer in layers]
 
@@ -155,13 +141,7 @@ def _measure_weights(setup: Setup, variant: str, compile: bool) -> Row:
         error = layer.check()
         took = timing.time_calls([both], setup.device, quick=setup.smoke)
     # Launching 50 layers one by one is part of what weight norm costs in eager mode: the time is that without graphs.
-    return {
-        "error": error,
-        "ms": took.eager_ms,
-        "graph_ms": took.graph_ms,
-        "peak_bytes": None,
-        "note": took.note,
-    }
+    return {"error": error, "ms": took.eager_ms, "graph_ms": took.graph_ms, "peak_bytes": None, "note": took.note}
 
 
 def _measure_step(setup: Setup, variant: str, compile: bool) -> Row:
