@@ -16,7 +16,7 @@ import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from normmatters.kernels.backends import TRITON_MISSING
 from normmatters.kernels.operators import on_device
 from normmatters.norm import compute_dtype
+from normmatters.optim.invariance import ScaleInvariantParameters
 from normmatters.probe import plain_name
 
 
@@ -150,16 +151,7 @@ def rotate_channel_(
     weight.copy_(theta.cos() * (rho / length) * w - theta.sin() * (rho / size) * perpendicular)
 
 
-@runtime_checkable
-class TestedChannels(Protocol):
-    """What `scale_invariant_parameters` returns: names, parameters and the channel dimensions that the test found."""
-
-    @property
-    def dims(self) -> Mapping[str, int | None]: ...
-    def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]: ...
-
-
-Named = nn.Module | TestedChannels | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+Named = nn.Module | ScaleInvariantParameters | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 """The ways to name weights."""
 
 
@@ -190,7 +182,7 @@ def named_weights(
         transposed = (m for m in source.modules() if isinstance(m, nn.modules.conv._ConvTransposeNd))
         theirs = {id(p) for m in transposed for p in m.parameters()}
         known = {plain_name(n): 1 for n, p in pairs if id(p) in theirs}
-    elif isinstance(source, TestedChannels):
+    elif isinstance(source, ScaleInvariantParameters):
         pairs, known = [*source.named_parameters()], dict(source.dims)
     elif isinstance(source, Tensor | str) or not isinstance(source, Iterable):
         raise TypeError(f"expected a module, a mapping or (name, tensor) pairs, got {type(source).__name__}")
@@ -244,13 +236,6 @@ class Channels:
         """Name → view `[..., channels]` of ``row`` `[..., total]`."""
         return dict(zip(self.names, row.split(self.sizes, dim=-1)))
 
-    def norms(self) -> Tensor:
-        """`[total]`, the norm of every channel, without a host sync."""
-        row = self.new_row()
-        for w, dim, out in zip(self.weights, self.dims, row.split(self.sizes)):
-            channel_norms(w.detach(), dim, out=out)
-        return row
-
     def broadcast(self, row: Tensor) -> list[Tensor]:
         """Views of `row` that broadcast against the weights."""
         parts = zip(self.weights, self.dims, row.split(self.sizes))
@@ -277,7 +262,7 @@ class Channels:
         return [where[id(w)] for w in self.weights]
 
     def check_norms_are_free(self, optimizer: Optimizer) -> None:
-        """Raise where more than steps moves these norms: weight decay, an angular optimizer, a second name."""
+        """Raise where more than steps moves these norms, or one is 0: weight decay, an angle, a second name."""
         first = dict[int, str]()
         for name, weight, index in zip(self.names, self.weights, self.groups(optimizer)):
             group = optimizer.param_groups[index]
@@ -294,6 +279,8 @@ class Channels:
                 )
             if (other := first.setdefault(id(weight), name)) != name:
                 raise ValueError(f"{other!r} and {name!r} are one tensor, which would be rescaled twice: name it once")
+        norms = [channel_norms(w.detach(), dim).to(self.device) for w, dim in zip(self.weights, self.dims)]
+        self.check_nonzero(torch.cat(norms), "the norm")
 
     def check_norms_stay_free(self, optimizer: Optimizer, groups: Iterable[int]) -> None:
         """Raise where one of these weights' ``groups`` has weight decay by now: cheap enough for every step."""

@@ -28,7 +28,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from normmatters.optim._base import OptimizerWrapper, cosine_to_gradient, evaluate, exponents, is_capturing
-from normmatters.optim.channels import ChannelMeter, Channels, ChannelScaler, Named, TestedChannels
+from normmatters.optim.channels import ChannelMeter, Channels, ChannelScaler, Named
+from normmatters.optim.invariance import ScaleInvariantParameters
 from normmatters.optim.recording import Form, Recording, decays
 
 # |cos(w, ∇L)| above which a weight is refused as not scale invariant; batch norm's eps stays far below.
@@ -85,7 +86,6 @@ class StepSizeCorrection(OptimizerWrapper):
         channels = recording.match(optimizer, parameters)
         channels.check_norms_are_free(optimizer)
         rows = recording.rows_by_step(form)[:-1]
-        channels.check_nonzero(channels.norms(), "the norm")
         table = 1 / recording.table(channels)
         growth = torch.ones_like(table)  # 1/(1−ηλ)
         if form == "exact":
@@ -111,7 +111,7 @@ class StepSizeCorrection(OptimizerWrapper):
         scaled = Channels(dict(zip(channels.names, self._grads)), dict(zip(channels.names, channels.dims)))
         self._grad_scaler = ChannelScaler(scaled, self._meter.row)
         # Weights that scale_invariant_parameters has not tested are checked by their first gradients.
-        self._checked = isinstance(parameters, TestedChannels) or recording.tested
+        self._checked = isinstance(parameters, ScaleInvariantParameters) or recording.tested
 
     @property
     def ratio(self) -> dict[str, Tensor]:

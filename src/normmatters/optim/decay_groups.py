@@ -16,7 +16,7 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import _WeightNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from normmatters.optim._base import Group, check_number
+from normmatters.optim._base import check_number
 from normmatters.optim.invariance import scale_invariant_parameters
 from normmatters.probe import named_parameters
 from normmatters.weight_norm import BoundedWeight, ClassicWeight
@@ -76,8 +76,8 @@ def weight_decay_groups(
 
 
 def model_groups(
-    model: nn.Module, example_input: Any, decay_vectors: bool, invariant: Group, others: Group, by_dim: bool = False
-) -> list[Group]:
+    model: nn.Module, example_input: Any, decay_vectors: bool, invariant: Any, others: Any, by_dim: bool = False
+) -> list[dict[str, Any]]:
     """Parameter groups for an optimizer's ``from_model``: scale-invariant weights first, then the others.
 
     Args:
@@ -88,16 +88,15 @@ def model_groups(
     result = scale_invariant_parameters(model, example_input)
     if not len(result):
         raise ValueError("model has no scale-invariant weights: none of them is followed by a normalization")
-    groups: list[Group] = [{"params": [*result.named_parameters()], **invariant}]
-    if by_dim:
-        dims = dict.fromkeys(result.dims.values())
-        parts = ([(n, p) for n, p in result.named_parameters() if result.dims[n] == dim] for dim in dims)
-        groups = [{"params": part, **invariant, "dim": dim} for dim, part in zip(dims, parts)]
-    vectors = set() if decay_vectors else {id(p) for p in _vectors(model)}
+    groups: dict[Any, dict[str, Any]] = {}
+    undecayed = set() if decay_vectors else {id(p) for p in _vectors(model)}
+    for name, p in result.named_parameters():
+        dim = {"dim": result.dims[name]} if by_dim else {}
+        groups.setdefault((*dim.values(),), {"params": [], **invariant, **dim})["params"].append((name, p))
     rest = [(n, p) for n, p in named_parameters(model) if n not in result]
-    groups.append({"params": [(n, p) for n, p in rest if id(p) not in vectors], **others})
-    groups.append({"params": [(n, p) for n, p in rest if id(p) in vectors], **others, "weight_decay": 0.0})
-    return [group for group in groups if group["params"]]
+    ordinary = {"params": [(n, p) for n, p in rest if id(p) not in undecayed], **others}
+    free = {"params": [(n, p) for n, p in rest if id(p) in undecayed], **others, "weight_decay": 0.0}
+    return [group for group in (*groups.values(), ordinary, free) if group["params"]]
 
 
 def _vectors(model: nn.Module) -> Iterator[Tensor]:

@@ -88,7 +88,6 @@ class NormSchedule(LRScheduler):
         if isinstance(optimizer, StepSizeCorrection):
             raise TypeError("StepSizeCorrection's steps do not depend on the norms: schedule its learning rate instead")
         channels.check_norms_are_free(optimizer)
-        channels.check_nonzero(channels.norms(), "the norm")
         self._channels, self._groups = channels, channels.groups(optimizer)
         self._meter, self._scaler = ChannelMeter(channels, angle=False), ChannelScaler(channels, channels.new_row())
         self._others = others

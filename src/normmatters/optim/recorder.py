@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from normmatters.optim._base import WeightDecayFree, innermost, is_capturing
-from normmatters.optim.channels import ChannelMeter, Channels, Named, TestedChannels, named_weights
+from normmatters.optim.channels import ChannelMeter, Channels, Named, named_weights
+from normmatters.optim.invariance import ScaleInvariantParameters
 from normmatters.optim.recording import Recording, layout_signature
 
 CHUNK = 256  # rows that stay on the device before they move to the host, asynchronously
@@ -113,7 +114,7 @@ class NormRecorder:
             if not isinstance(key, str) or not isinstance(value, str):
                 raise TypeError(f"metadata must map strings to strings, got {key!r}: {value!r}")
         self._channels = Channels(*named_weights(weights, dims))
-        self._tested = isinstance(weights, TestedChannels) and dims is None
+        self._tested = isinstance(weights, ScaleInvariantParameters) and dims is None
         self._interval = every if isinstance(every, int) else {"step": 1, "epoch": 0}[every]
         self._angle, self._capacity, self._metadata = angle, capacity, dict(metadata or {})
         self._optimizer = optimizer

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from normmatters.optim.channels import Channels, Named, TestedChannels, half_angle_tangent, named_weights
+from normmatters.optim.channels import Channels, Named, half_angle_tangent, named_weights
+from normmatters.optim.invariance import ScaleInvariantParameters
 from normmatters.probe import plain_name
 
 Form = Literal["paper", "exact"]
@@ -215,7 +216,7 @@ class Recording:
             known, dims = named_weights(parameters)
             wanted = [self._known(name) for name in known]
             for name in wanted:
-                if isinstance(parameters, TestedChannels) and dims[name] != self.dims[name]:
+                if isinstance(parameters, ScaleInvariantParameters) and dims[name] != self.dims[name]:
                     raise ValueError(
                         f"{name!r} was recorded along dim {self.dims[name]} and is invariant along {dims[name]}"
                     )
