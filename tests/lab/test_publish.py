@@ -118,6 +118,7 @@ def test_pages_are_redrawn_from_the_files_alone(tmp_path: Path) -> None:
     assert "| – | Norm schedule ends where weight decay does (E1) | not run: `fig1/norm_schedule` | | |" in claims
     assert "| – | Step-size correction ends where weight decay does (E1) | not run at one preset | | |" in claims
     assert (results / "cifar" / "report" / "figures" / "fig1-0.svg").is_file()
+    assert "none" in (results / "picture.svg").read_text()
     verdicts = {v.claim.text: v.verdict for v in judge_all(collect([results / "cifar"]))}
     assert verdicts["Weight decay improves a network with batch norm"] == "open"
     before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}

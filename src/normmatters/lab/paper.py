@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import tomllib
 from dataclasses import dataclass
+from typing import Any
 
 from normmatters.lab.experiments import folder, matching
 from normmatters.lab.schema import build
 
-__all__ = ["EXPERIMENTS", "Experiment", "Panel"]
+__all__ = ["EXPERIMENTS", "PICTURE", "Experiment", "Panel"]
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,8 @@ class Panel:
 
     A panel shows the metric of each epoch. ``against`` names a number of the cells, such as "model.constant", or a
     product, "optim.lr × optim.weight_decay": it then shows the metric in the end, a point per cell. ``lines`` are the
-    labels of the lines; each joins equally many of ``cells``, in their order.
+    labels of the lines; each joins equally many of ``cells``, in their order. With ``map`` each line is a row of a map.
+    ``labels`` are what the cells are called here, where that is not their own labels.
     """
 
     title: str
@@ -27,8 +29,12 @@ class Panel:
     see: str = ""
     against: str = ""
     lines: tuple[str, ...] = ()
+    map: bool = False
+    labels: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.map and not self.against:
+            raise ValueError(f"{self.title}: a map is against a number of its cells")
         if bool(self.against) != bool(self.lines) or (self.lines and len(self.cells) % len(self.lines)):
             raise ValueError(f"{self.title}: against needs lines that divide the {len(self.cells)} cells evenly")
 
@@ -56,17 +62,25 @@ class Experiment:
         return {name: slot for panel in self.panels for name, slot in panel.slots.items()}
 
 
-def _load() -> tuple[Experiment, ...]:
+def _load() -> tuple[tuple[Experiment, ...], tuple[tuple[str, Panel], ...]]:
     path = folder() / "figures.toml"
+    tables = tomllib.loads(path.read_text(encoding="utf-8"))
+
+    def names(experiment: str, cells: list[str]) -> list[str]:
+        return [id.partition("/")[2] for cell in cells for id in matching(f"{experiment}/{cell}")]
+
+    def panel(experiment: str, table: dict[str, Any]) -> Panel:
+        built: Panel = build(Panel, table | {"cells": names(experiment, table["cells"])}, "panels.", str(path))
+        return built
+
     found = []
-    for table in tomllib.loads(path.read_text(encoding="utf-8"))["experiment"]:
-        for part, key in [(table, "rows"), *((panel, "cells") for panel in table.get("panels", []))]:
-            part[key] = [
-                id.partition("/")[2] for cell in part.get(key, ()) for id in matching(f"{table['name']}/{cell}")
-            ]
-        panels = tuple(build(Panel, panel, "panels.", str(path)) for panel in table.pop("panels", []))
-        found.append(build(Experiment, {**table, "panels": panels}, "experiment.", str(path)))
-    return tuple(found)
+    for table in tables["experiment"]:
+        name = table["name"]
+        panels = tuple(panel(name, one) for one in table.get("panels", []))
+        table |= {"panels": panels, "rows": names(name, table.get("rows", []))}
+        found.append(build(Experiment, table, "experiment.", str(path)))
+    return tuple(found), tuple((name := one.pop("experiment"), panel(name, one)) for one in tables["picture"])
 
 
-EXPERIMENTS = _load()
+EXPERIMENTS, PICTURE = _load()
+"""The experiments, and the panels of README's picture, each with the name of its experiment."""

@@ -20,8 +20,10 @@ from normmatters.lab.experiments import PRESETS, load_cell
 from normmatters.lab.files import write_atomic
 from normmatters.lab.report import Report, collect, draw
 from normmatters.lab.report.collect import PUBLISHED, Result, Run, published_file, read_published
+from normmatters.lab.report.figures import picture
 from normmatters.lab.report.judge import MARKS, Verdict
 from normmatters.lab.report.pages import row
+from normmatters.lab.report.sections import picture_charts
 from normmatters.lab.schema import suggest
 
 __all__ = ["publish", "redraw"]
@@ -102,7 +104,8 @@ def _rounded(value: Any) -> Any:
 
 
 def redraw(results: str | Path, pages: Iterable[str | Path] = ()) -> list[Report]:
-    """A report of every preset below ``results``, ``results/README.md``, and the marked parts of ``pages``.
+    """A report of every preset below ``results``, ``results/README.md``, ``results/picture.svg`` for README, and the
+    marked parts of ``pages``.
 
     A marked part is what stands between ``<!-- numbers: E1 E7 -->`` and ``<!-- end of numbers -->``: the claims of the
     named checks. ``headlines`` alone lists one claim for each thing the paper says, from its longest runs; shorter
@@ -119,6 +122,8 @@ def redraw(results: str | Path, pages: Iterable[str | Path] = ()) -> list[Report
     read = {preset: collect([results / preset]) for preset in presets}
     reports = [draw(runs, results / p / "report", command="make report", images=False) for p, runs in read.items()]
     named = list(zip(presets, reports))
+    if drawn := picture_charts([report.collection for report in reports]):
+        write_atomic(results / "picture.svg", picture(drawn).encode())
     write_atomic(results / "README.md", "\n".join([_ABOUT, *(_overview(p, r) for p, r in named)]).encode())
     for page, parts in texts.items():
         filled = [part if i % 2 == 0 else _numbers(part, named) for i, part in enumerate(parts)]

@@ -6,13 +6,14 @@ import json
 import re
 import warnings
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
 from normmatters.lab.paper import EXPERIMENTS, Panel
 from normmatters.lab.report import collect, write_report
-from normmatters.lab.report.figures import Chart, Series, legend_key, png, svg
-from normmatters.lab.report.sections import charts
+from normmatters.lab.report.figures import Chart, Series, legend_key, picture, png, svg
+from normmatters.lab.report.sections import charts, picture_charts
 from support.synthetic_runs import write_run
 
 
@@ -183,3 +184,81 @@ def test_a_factor_is_as_far_from_the_next_on_a_logarithmic_axis() -> None:
     assert found[1] - found[0] == pytest.approx(found[2] - found[1], abs=0.2)
     with pytest.raises(ValueError, match="lines that divide the 3 cells evenly"):
         Panel("t", ("a", "b", "c"), against="model.constant", lines=("x", "y"))
+
+
+def _rows(accuracies: dict[str, dict[float, float]]) -> tuple[Series, ...]:
+    rows = enumerate(accuracies.items())
+    return tuple(Series(name, tuple((x, y, y - 1, y + 1) for x, y in row.items()), slot) for slot, (name, row) in rows)
+
+
+def test_a_map_has_a_square_for_each_cell_where_it_belongs() -> None:
+    rows = {"η 0.1": {0.5: 80.0, 1.0: 85.0}, "η 0.2": {0.5: 85.04, 1.0: 90.0}}
+    chart = Chart("t", "accuracy", _rows(rows), unit="%", against="weight decay", map=True)
+    for drawn in (svg(chart), svg(chart, standalone=True)):
+        squares = re.findall(
+            r'<rect x="([\d.]+)" y="([\d.]+)" width="([\d.]+)" height="([\d.]+)" style="fill:var\(--s0\);'
+            r'fill-opacity:([\d.]+)"/><text[^>]*>([^<]*)<',
+            drawn,
+        )
+        assert [text for *_, text in squares] == ["80.0", "85.0", "85.0", "90.0"]
+        (x, y, width, height, light), middle, _, (right, top, _, _, dark) = (
+            [*map(float, s)] for s in (r[:5] for r in squares)
+        )
+        assert (x + width, y) == pytest.approx((right, top + height), abs=0.2)  # the second row is on top
+        assert (light, middle[4], dark) == (0.05, 0.275, 0.5)
+        assert "<polyline" not in drawn
+        assert all(f'text-anchor="end">{name}</text>' in drawn for name in rows)
+    assert png(chart).startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="a map is against a number of its cells"):
+        Panel("t", ("a",), map=True)
+
+
+def test_many_numbers_on_an_axis_have_few_ticks() -> None:
+    xs = [1.25e-5 * 2**i for i in range(9)]
+    chart = Chart("t", "accuracy", _rows({"a": dict.fromkeys(xs, 80.0)}), against="product")
+    ticks = re.findall(r'text-anchor="middle">([\de.-]+)</text>', svg(chart))
+    assert ticks == ["2e-5", "5e-5", "1e-4", "2e-4", "5e-4", "0.001", "0.002"]
+
+
+def test_cells_of_one_product_are_at_one_place(tmp_path: Path) -> None:
+    s2 = next(e for e in EXPERIMENTS if e.name == "s2")
+    for cell in ("lr_0.1_wd_0.002", "lr_0.2_wd_0.001", "lr_0.025_wd_0.008"):
+        write_run(tmp_path, f"s2/{cell}", preset="small")
+    found = {panel.title: chart for panel, chart in charts(s2, collect([tmp_path]).of("s2"))}
+    by_product = found["Accuracy against learning rate × weight decay"]
+    assert {x for s in by_product.series for x, *_ in s.points} == {2e-4}
+    assert [s.label for s in by_product.series if s.points] == ["η 0.025", "η 0.1", "η 0.2"]
+    by_decay = found["Accuracy against the weight decay"]
+    assert [x for s in by_decay.series for x, *_ in s.points] == [0.008, 0.002, 0.001]
+    assert found["Map of the accuracy"].map
+
+
+def test_the_picture_is_of_the_longest_runs_there_are(tmp_path: Path) -> None:
+    assert picture_charts([]) == []
+    for cell, final in (("wd_on", 0.9), ("wd_off", 0.88), ("corrected", 0.89), ("angular", 0.95)):
+        write_run(tmp_path / "quick", f"fig1/{cell}", final=0.5)
+        write_run(tmp_path / "cifar", f"fig1/{cell}", preset="cifar", final=final)
+    for cell, final in (("lr_0.1_wd_0.002", 0.84), ("lr_0.2_wd_0.001", 0.85), ("lr_0.2_wd_0.002", 0.7)):
+        write_run(tmp_path / "small", f"s2/{cell}", preset="small", final=final)
+    collections = [collect([tmp_path / preset]) for preset in ("quick", "small", "cifar")]
+    curves, *_ = found = picture_charts(collections)
+    ends = {s.label: s.points[-1][1] for s in curves.series}
+    assert ends == pytest.approx({"weight decay": 10, "none": 12, "none, step size corrected": 11})
+    drawn = picture(found)
+    ElementTree.fromstring(drawn)
+    assert "weight decay: 10.0 %" in drawn
+    assert drawn.count(">η 0.2</text>") == 1  # both charts have one legend
+    assert "prefers-color-scheme:dark" in drawn
+    # The same accuracy is at the same height in both, whatever else is there.
+    heights = [re.findall(r'cy="([\d.]+)"', part) for part in drawn.split("<clipPath")[2:]]
+    assert sorted(heights[0]) == sorted(heights[1])
+    assert len(heights[0]) == 3
+    assert picture_charts(collections[:1])[0].series[0].points[-1][1] == pytest.approx(50)
+
+
+def test_the_start_of_a_pictures_curves_may_leave_the_frame() -> None:
+    points = tuple((float(e), 9.0 + 80 / e**2, 0.0, 99.0) for e in range(1, 41))
+    drawn = picture([Chart("t", "error", (Series("a", points, 0),), log=True)])
+    heights = [float(p.split(",")[1]) for p in re.findall(r'<polyline points="([^"]+)"', drawn)[0].split()]
+    assert heights[0] < 78  # above the frame
+    assert 78 < heights[5] < heights[-1] < 300

@@ -11,14 +11,17 @@ import io
 import json
 import math
 import re
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
-from jinja2 import Environment, StrictUndefined, Template
+from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
-__all__ = ["DARK", "DASHES", "LIGHT", "Chart", "Series", "legend_key", "png", "svg"]
+__all__ = ["DARK", "DASHES", "LIGHT", "Chart", "Series", "legend_key", "picture", "png", "svg"]
 
 # Distinguishable for the common colour deficiencies and with >= 3:1 contrast on their background.
 LIGHT = ("#0b62b8", "#c2410c", "#0f7a55", "#8a3fb5", "#8a6a00", "#4b5563")
@@ -49,7 +52,10 @@ class Series:
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves by epoch, or with ``against`` points of the axis of that name, which is logarithmic."""
+    """Curves by epoch, or with ``against`` points of the axis of that name, which is logarithmic.
+
+    With ``map`` each series is a row of squares, the last one on top, the darker the larger the value.
+    """
 
     title: str
     y_label: str
@@ -57,6 +63,7 @@ class Chart:
     log: bool = False
     unit: str = ""
     against: str = ""
+    map: bool = False
 
     @property
     def x_label(self) -> str:
@@ -117,26 +124,73 @@ def _ticks(low: float, high: float, log: bool) -> list[float]:
     return [round(k * step, 12) for k in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
+@dataclass(frozen=True)
+class Frame:
+    """Where a chart's numbers are on a drawing: ``area`` is its left, right, top and bottom there."""
+
+    chart: Chart
+    area: tuple[float, float, float, float]
+    y_range: tuple[float, float]
+
+    @cached_property
+    def xs(self) -> list[float]:
+        return sorted({p[0] for s in self.chart.series for p in s.points}) or [0.0, 1.0]
+
+    @cached_property
+    def x_range(self) -> tuple[float, float]:
+        low, high, places = self.xs[0], self.xs[-1], len(self.xs) - 1
+        if not self.chart.against:
+            return low, max(high, low + 1)
+        margin = (high / low) ** (0.5 / places) if self.chart.map and places else 1.1  # half a square
+        return low / margin, high * margin
+
+    @cached_property
+    def x_ticks(self) -> dict[float, str]:
+        """Where the ticks are, and their text: at each point's number, or where these are many at round ones."""
+        if not self.chart.against:
+            return {t: f"{t:g}" for t in _ticks(*self.x_range, False) if t == int(t)}
+        most = (self.area[1] - self.area[0]) / 50
+        if len(self.xs) <= most:
+            return {x: f"{x:g}" for x in self.xs}
+        for leading in ((1, 2, 5), (1, 3), (1,)):
+            ticks = [
+                m * 10.0**e
+                for e in range(-12, 13)
+                for m in leading
+                if self.x_range[0] <= m * 10.0**e <= self.x_range[1]
+            ]
+            if len(ticks) <= most:
+                break
+        return {tick: _number(tick) for tick in ticks}
+
+    @cached_property
+    def y_ticks(self) -> list[float]:
+        return [] if self.chart.map else _ticks(*self.y_range, self.chart.log)
+
+    def x(self, value: float) -> float:
+        left, right, _, _ = self.area
+        return round(left + _part(value, self.x_range, bool(self.chart.against)) * (right - left), 1)
+
+    def y(self, value: float) -> float:
+        _, _, top, bottom = self.area
+        if self.chart.log:
+            value = max(value, self.y_range[0] * 1e-3)
+        part = _part(value, self.y_range, self.chart.log)
+        return round(top + (1 - min(max(part, -1.0), 2.0)) * (bottom - top), 1)
+
+
+def _part(value: float, ends: tuple[float, float], log: bool) -> float:
+    """How far between the ends of an axis."""
+    low, high = ends
+    return math.log(value / low) / math.log(high / low) if log else (value - low) / (high - low)
+
+
 def svg(chart: Chart, *, standalone: bool = False, id: str = "chart") -> str:
     """The chart as SVG. ``standalone`` adds its own colours and a legend; else the page's CSS variables apply."""
-    xs = [p[0] for s in chart.series for p in s.points] or [0.0, 1.0]
-    x0, x1 = (min(xs) / 1.1, max(xs) * 1.1) if chart.against else (min(xs), max(max(xs), min(xs) + 1))
-    y0, y1 = _y_range(chart)
-    left, right, top, bottom = _AREA
-
-    def fx(x: float) -> float:
-        part = math.log(x / x0) / math.log(x1 / x0) if chart.against else (x - x0) / (x1 - x0)
-        return round(left + part * (right - left), 1)
-
-    def fy(y: float) -> float:
-        if chart.log:
-            y = math.log(max(y, y0 * 1e-3) / y0) / math.log(y1 / y0)
-        else:
-            y = (y - y0) / (y1 - y0)
-        return round(top + (1 - min(max(y, -1.0), 2.0)) * (bottom - top), 1)
-
+    frame = Frame(chart, _AREA, _y_range(chart))
+    left, right, _, _ = _AREA
     data = {
-        "x": [left, right, *((math.log(x0), math.log(x1)) if chart.against else (x0, x1))],
+        "x": [left, right, *(map(math.log, frame.x_range) if chart.against else frame.x_range)],
         "by": chart.x_label,
         "log": bool(chart.against),
         "unit": chart.unit,
@@ -145,34 +199,87 @@ def svg(chart: Chart, *, standalone: bool = False, id: str = "chart") -> str:
             for s in chart.series
         ],
     }
-    return (
-        _template().render(
-            chart=chart,
-            drawn=[s for s in chart.series if s.points],
-            standalone=standalone,
-            area=_AREA,
-            width=_WIDTH,
-            height=_HEIGHT,
-            fx=fx,
-            fy=fy,
-            x_ticks=sorted({*xs}) if chart.against else [t for t in _ticks(x0, x1, False) if t == int(t)],
-            y_ticks=_ticks(y0, y1, chart.log),
-            clip=re.sub(r"\W", "-", f"clip-{id}"),  # a user's experiment may be called R&D
-            stroke=lambda slot: Markup(_stroke(slot)),
-            light=LIGHT,
-            dark=DARK,
-            data=json.dumps(data, ensure_ascii=False, separators=(",", ":")),
-        )
-        + "\n" * standalone
-    )
+    return _fill(
+        "chart.svg",
+        chart=chart,
+        frame=frame,
+        drawn=[s for s in chart.series if s.points],
+        standalone=standalone,
+        width=_WIDTH,
+        height=_HEIGHT,
+        shade=lambda value: _shade(chart, value),
+        clip=re.sub(r"\W", "-", f"clip-{id}"),  # a user's experiment may be called R&D
+        data=json.dumps(data, ensure_ascii=False, separators=(",", ":")),
+    ) + ("\n" * standalone)
+
+
+def picture(charts: Sequence[Chart]) -> str:
+    """Charts beside each other, for a README. A title may have two lines. Charts with the same series and metric that
+    follow each other are a group, with one legend and the same y axis."""
+    frames, legend = list[Frame](), list[dict[str, object]]()
+    for _, alike in groupby(charts, key=lambda chart: (chart.axis, [(s.label, s.slot) for s in chart.series])):
+        group = list(alike)
+        ranges = [_y_range(_later(chart)) for chart in group]
+        y_range = min(low for low, _ in ranges), max(high for _, high in ranges)
+        legend += _legend(group[0], _PANEL * len(frames) + 14, _PANEL * len(group) - 20)
+        for chart in group:
+            right = _PANEL * (len(frames) + 1) - 14
+            frames.append(Frame(chart, (right - _PANEL + 58, right, 78, 300), y_range))
+    return _fill("picture.svg", frames=frames, legend=legend, width=_PANEL * len(frames)) + "\n"
+
+
+_PANEL = 310  # the width of each of a picture's charts
+
+
+def _legend(chart: Chart, left: int, width: int) -> list[dict[str, object]]:
+    """Lines of points side by side; curves below each other, with their ends."""
+    keys = list[dict[str, object]]()
+    for i, s in enumerate(chart.series):
+        if chart.against:
+            x, y, text = left + i * width // len(chart.series), 360, s.label
+        else:
+            end = f": {_short(s.points[-1][1])} {chart.unit}".rstrip() if s.points else ""
+            x, y, text = left, 360 + 20 * i, s.label + end
+        keys.append({"x": x, "y": y, "slot": s.slot, "text": text})
+    return keys
+
+
+def _later(chart: Chart) -> Chart:
+    """Without the first eighth of its curves, which may leave the frame."""
+    if chart.against:
+        return chart
+    first = max((p[0] for s in chart.series for p in s.points), default=0.0) / 8
+    series = (replace(s, points=tuple(p for p in s.points if p[0] >= first), paper=None) for s in chart.series)
+    return replace(chart, series=tuple(series))
+
+
+def _shade(chart: Chart, value: float) -> float:
+    """How dark a map's square is: text on it has a contrast of 4:1 or more, on light pages and on dark ones."""
+    means = [_on_axis(chart, mean) for s in chart.series for _, mean, *_ in s.points]
+    low, high = min(means), max(means)
+    return round(0.05 + 0.45 * (_on_axis(chart, value) - low) / (high - low or 1.0), 3)
+
+
+def _on_axis(chart: Chart, value: float) -> float:
+    return math.log(max(value, 1e-300)) if chart.log else value
+
+
+def _fill(template: str, **values: object) -> str:
+    colors = {"light": LIGHT, "dark": DARK}
+    return _environment().get_template(template).render(**values, **colors, stroke=lambda slot: Markup(_stroke(slot)))
 
 
 @cache
-def _template() -> Template:
-    environment = Environment(autoescape=True, undefined=StrictUndefined)
-    environment.filters["number"] = _number
-    source = Path(__file__).with_name("chart.svg").read_text(encoding="utf-8")
-    return environment.from_string("".join(line.strip("\n") for line in source.splitlines()))
+def _environment() -> Environment:
+    """Of templates whose line breaks are left out, so that every tag stands on one line there."""
+
+    def source(name: str) -> str:
+        text = Path(__file__).with_name(name).read_text(encoding="utf-8")
+        return "".join(line.strip("\n") for line in text.splitlines())
+
+    environment = Environment(loader=FunctionLoader(source), autoescape=True, undefined=StrictUndefined)
+    environment.filters |= {"number": _number, "short": _short}
+    return environment
 
 
 def _dash(slot: int) -> str:
@@ -197,6 +304,10 @@ def png(chart: Chart) -> bytes:
 
     figure = Figure(figsize=(6.4, 4.2))
     axes = figure.add_axes((0.12, 0.12, 0.85, 0.8))
+    if chart.map:
+        _png_map(chart, axes)
+        FigureCanvasAgg(figure).print_png(image := io.BytesIO())
+        return image.getvalue()
     if chart.log:
         axes.set_yscale("log")
     low, high = _y_range(chart)
@@ -221,14 +332,32 @@ def png(chart: Chart) -> bytes:
     axes.set(title=chart.title, xlabel=chart.x_label, ylabel=chart.axis)
     if chart.against:
         axes.set_xscale("log")
-        places = sorted({x for s in chart.series for x, *_ in s.points})
-        axes.set_xticks(places, [f"{x:g}" for x in places])
+        ticks_x = Frame(chart, _AREA, (low, high)).x_ticks
+        axes.set_xticks(list(ticks_x), list(ticks_x.values()))
         axes.set_xticks([], minor=True)
     axes.grid(axis="y", color="#e3e7ec")
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8.5)
     FigureCanvasAgg(figure).print_png(image := io.BytesIO())
     return image.getvalue()
+
+
+def _png_map(chart: Chart, axes: Any) -> None:
+    places = sorted({x for s in chart.series for x, *_ in s.points})
+    for row, s in enumerate(chart.series):
+        for x, mean, *_ in s.points:
+            color, place = (LIGHT[0], _shade(chart, mean)), places.index(x)
+            axes.fill_between([place - 0.5, place + 0.5], row - 0.5, row + 0.5, facecolor=color, linewidth=0)
+            axes.text(place, row, _short(mean), ha="center", va="center")
+    axes.set_xticks(range(len(places)), [f"{x:g}" for x in places])
+    axes.set_yticks(range(len(chart.series)), [s.label for s in chart.series])
+    axes.set(title=f"{chart.title}: {chart.axis}", xlabel=chart.x_label)
+    axes.spines[:].set_visible(False)
+
+
+def _short(value: float) -> str:
+    """To three digits."""
+    return f"{value:#.3g}".removesuffix(".")
 
 
 def _number(value: float) -> str:

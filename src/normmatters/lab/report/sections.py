@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from normmatters.lab.config import TEXT
-from normmatters.lab.paper import EXPERIMENTS, Experiment, Panel
+from normmatters.lab.paper import EXPERIMENTS, PICTURE, Experiment, Panel
 from normmatters.lab.report.collect import METRICS, Collection, Result, differences
 from normmatters.lab.report.figures import Chart, Series
 from normmatters.lab.report.intervals import mean_interval
 from normmatters.lab.report.judge import Verdict
 
-__all__ = ["Section", "charts", "facts", "sections_of"]
+__all__ = ["Section", "charts", "facts", "picture_charts", "sections_of"]
 
 
 @dataclass(frozen=True)
@@ -77,16 +77,33 @@ def charts(experiment: Experiment, results: dict[str, Result]) -> list[tuple[Pan
     found = []
     drawn: set[tuple[str, str]] = set()
     for panel in experiment.panels:
-        metric = METRICS[panel.metric]
         shown = {name: results[name] for name in panel.cells if name in results}
-        curves = {(panel.metric + panel.against, name) for name in shown}
-        series = _lines(panel, shown) if panel.against else _curves(panel, shown)
-        title = panel.title + _stand_in(panel, shown)
-        chart = Chart(title, metric.label, series, metric.log, metric.unit, panel.against and _AXES[panel.against])
+        curves = {(f"{panel.metric}{panel.against}{panel.map}", name) for name in shown}
+        chart = _chart(panel, shown)
         if chart.drawable and not curves <= drawn:
             found.append((panel, chart))
             drawn |= curves
     return found
+
+
+def picture_charts(collections: Sequence[Collection]) -> list[Chart]:
+    """The charts of README's picture: each from the last of these collections that has something to draw there."""
+    found = []
+    for experiment, panel in PICTURE:
+        for collection in reversed(collections):
+            results = collection.of(experiment)
+            chart = _chart(panel, {name: results[name] for name in panel.cells if name in results})
+            if chart.drawable:
+                found.append(chart)
+                break
+    return found
+
+
+def _chart(panel: Panel, results: dict[str, Result]) -> Chart:
+    metric = METRICS[panel.metric]
+    series = _lines(panel, results) if panel.against else _curves(panel, results)
+    title, axis = panel.title + _stand_in(panel, results), panel.against and _AXES[panel.against]
+    return Chart(title, metric.label, series, metric.log, metric.unit, axis, panel.map)
 
 
 _AXES = {
@@ -98,9 +115,15 @@ _AXES = {
 
 def _curves(panel: Panel, results: dict[str, Result]) -> tuple[Series, ...]:
     """A cell each, by epoch."""
-    metric = panel.metric
+    metric, labels = panel.metric, dict(zip(panel.cells, panel.labels))
     return tuple(
-        Series(r.cell.label, tuple(r.curve(metric)), panel.slots[name], bool(r.diverged), _papers_end(r, metric))
+        Series(
+            labels.get(name, r.cell.label),
+            tuple(r.curve(metric)),
+            panel.slots[name],
+            bool(r.diverged),
+            _papers_end(r, metric),
+        )
         for name, r in results.items()
     )
 
@@ -116,6 +139,7 @@ def _lines(panel: Panel, results: dict[str, Result]) -> tuple[Series, ...]:
             x = math.prod(float(getattr(getattr(config, section), key)) for section, key in keys)
             ends = mean_interval(values, "")
             low, high = (min(values), max(values)) if ends.e is None else (ends.mean - ends.e, ends.mean + ends.e)
+            x = float(f"{x:.6g}")  # of equal products
             points[panel.slots[name]].append((x, ends.mean, low, high))
     return tuple(Series(label, tuple(sorted(points[slot])), slot) for slot, label in enumerate(panel.lines))
 
