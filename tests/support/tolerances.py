@@ -62,6 +62,15 @@ def pilot(n: int) -> float:
     return 4 * 0.0256 / math.sqrt(n)
 
 
+def regrouped(dtype: torch.dtype) -> float:
+    """Relative to the largest result: sums whose terms other threads add.
+
+    At most 64 terms are added in the compute type, then in double. Where the bounds of such a block move, each of its
+    64 roundings, by half a digit, may be another.
+    """
+    return 64 * torch.finfo(_computed_in(dtype)).eps / 2
+
+
 def unknown(errors: torch.Tensor) -> torch.Tensor:
     """A bound on Σ errors of each row, (C, n), if their signs are independent: six standard deviations."""
     return 6 * errors.square().sum(1).sqrt()

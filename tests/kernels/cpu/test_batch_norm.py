@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import math
-import multiprocessing
-import os
-import subprocess
-import sys
-import threading
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from normmatters.functional import lp_batch_norm
 from normmatters.functional.batch_norm import batch_norm as plain_batch_norm
@@ -161,22 +154,26 @@ def test_few_elements_and_one_channel(kind, shape) -> None:
     check(made(shape), kind, **affine(kind, shape[1]), pilot=0.0)
 
 
-def test_an_empty_batch_is_left_to_the_equation() -> None:
-    assert _norm(torch.randn(0, 3, 4, 4), Norm()).shape == (0, 3, 4, 4)
+@pytest.mark.parametrize("shape", [(0, 3, 4, 4), (2, 3, 0, 4), (2, 0, 4)], ids=str)
+def test_an_empty_batch_is_left_to_the_equation(shape) -> None:
+    x = torch.randn(shape).requires_grad_()
+    y = _norm(x, Norm(), act="relu")
+    y.sum().backward()
+    assert y.shape == x.grad.shape == shape
 
 
 @given(
     sizes=st.lists(st.integers(1, 19), min_size=2, max_size=5),
     order=st.randoms(use_true_random=False),
-    kind=st.sampled_from(["l1", "l2", "linf", "mean"]),
+    kind=st.sampled_from(sorted(KINDS)),
     followed=st.sampled_from(sorted(FOLLOWED)),
     crop=st.booleans(),
     threads=st.integers(1, 5),
 )
 def test_any_shape_and_strides(sizes, order, kind, followed, crop, threads) -> None:
     """Dimensions in any order in memory, cropped or not, and more threads than rows."""
-    if math.prod(sizes) // sizes[1] < 2:
-        sizes[0] += 1
+    if math.prod(sizes) // sizes[1] < 3:
+        sizes[0] += 2
     dims = list(range(len(sizes)))
     order.shuffle(dims)
     act, added = FOLLOWED[followed]
@@ -200,145 +197,7 @@ def test_any_shape_and_strides(sizes, order, kind, followed, crop, threads) -> N
         torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-3)
 
 
-# Threads, processes and instruction sets -----------------------------------------------------------------------------
-
-
-def _step(x: Tensor, norm: Norm) -> list[Tensor]:
-    x, weight = x.detach().requires_grad_(), torch.linspace(-1, 2, x.shape[1]).requires_grad_()
-    y = _norm(x, norm, weight, act="relu")
-    y.backward(torch.sin(torch.arange(y.numel()) * 1.0).view_as(y).to(y.dtype))
-    return [y.detach(), x.grad, weight.grad]
-
-
-@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
-@pytest.mark.parametrize("kind", ["l1", "linf", "topk"])
-def test_a_number_of_threads_gives_the_same_bits_always_and_another_number_nearly(kind, layout) -> None:
-    x, norm = made((9, 35, 17, 18), layout), Norm(*KINDS[kind])
-    before = torch.get_num_threads()
-    try:
-        results = {}
-        for threads in (1, 2, 5):
-            torch.set_num_threads(threads)
-            results[threads] = _step(x, norm)
-            for again in range(3):
-                assert all(map(torch.equal, results[threads], _step(x, norm))), (threads, again)
-    finally:
-        torch.set_num_threads(before)
-    for threads in (2, 5):
-        # The sums are in double over blocks of at most 64 floats, whose bounds may move: √64 roundings of a float.
-        for one, many in zip(results[1], results[threads]):
-            torch.testing.assert_close(one, many, rtol=64 * 2**-24, atol=64 * 2**-24 * float(one.abs().max()))
-
-
-def test_several_python_threads() -> None:
-    x, results = made((8, 20, 9, 9)), [None] * 4
-    expected = _step(x, Norm())
-
-    def work(i: int) -> None:
-        results[i] = _step(x, Norm())
-
-    workers = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    for result in results:
-        for ours, one in zip(result, expected):
-            torch.testing.assert_close(ours, one)
-
-
-def _in_child(queue) -> None:
-    torch.manual_seed(0)
-    queue.put(float(_step(torch.randn(4, 3, 5, 5), Norm())[0].sum()))
-
-
-def test_a_fork_after_use() -> None:
-    torch.manual_seed(0)
-    expected = float(_step(torch.randn(4, 3, 5, 5), Norm())[0].sum())
-    context = multiprocessing.get_context("fork")
-    queue = context.Queue()
-    child = context.Process(target=_in_child, args=(queue,))
-    child.start()
-    assert queue.get(timeout=60) == pytest.approx(expected)
-    child.join(60)
-    assert child.exitcode == 0
-
-
-_PRINT_STEPS = """
-import io, sys, torch
-from normmatters.kernels import cpu, dispatch
-from normmatters.norm import Norm, RunningStats
-results = []
-for layout in (torch.contiguous_format, torch.channels_last):
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        for norm in (Norm(1), Norm(2), Norm(float("inf"), 3), Norm("range"), Norm(1.5), Norm(1, memory="lean")):
-            torch.manual_seed(0)
-            x = torch.randn(5, 37, 6, 7).to(dtype).to(memory_format=layout).requires_grad_()
-            y = dispatch.batch_norm(x, norm, None, None, RunningStats(), True, act="relu", residual=torch.randn_like(x))
-            y.backward(torch.randn_like(y))
-            results += [y.detach().float(), x.grad.float()]
-torch.save(results, sys.argv[1])
-"""
-
-
-def test_every_instruction_set_gives_equal_results(tmp_path) -> None:
-    results = {}
-    sets = [path.stem.removeprefix("native_") for path in cpu.library().path.parent.glob("native_*.so")]
-    for isa in sets:
-        path = tmp_path / f"{isa}.pt"
-        environment = {**os.environ, "NORMMATTERS_CPU_ISA": isa, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            [sys.executable, "-c", _PRINT_STEPS, path], env=environment, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
-        results[isa] = torch.load(io.BytesIO(path.read_bytes()))
-    assert "baseline" in results
-    for isa in sets:
-        for ours, baseline in zip(results[isa], results["baseline"]):
-            # A fused multiply-add rounds once less, which may move a number of half precision to its neighbour. Where
-            # that opens a ReLU the gradient differs: hardly ever.
-            far = (ours - baseline).abs() > 2**-7 * (0.1 + baseline.abs())
-            assert far.sum() <= 3, isa
-
-
 # With the rest of PyTorch --------------------------------------------------------------------------------------------
-
-
-def _module_step(run, x: Tensor, *, memory: str = "exact") -> list[Tensor]:
-    torch.manual_seed(1)
-    module = L1BatchNorm2d(6, act="relu", memory=memory)
-    x = x.detach().requires_grad_()
-    y = run(module)(x)
-    (y * torch.arange(y.numel()).view_as(y).sin()).sum().backward()
-    return [y.detach(), x.grad, module.weight.grad, module.bias.grad, module.running_mean, module.running_var]
-
-
-@pytest.mark.parametrize("memory", ["exact", "lean"])
-@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
-def test_compiled_in_one_graph(layout, memory) -> None:
-    x = made((4, 6, 8, 8), layout)
-    compiled = _module_step(lambda module: torch.compile(module, fullgraph=True, backend="aot_eager"), x, memory=memory)
-    for ours, eager in zip(compiled, _module_step(lambda module: module, x, memory=memory)):
-        torch.testing.assert_close(ours, eager)
-
-
-def test_checkpointed() -> None:
-    x = made((4, 6, 8, 8))
-    again = _module_step(lambda module: lambda x: checkpoint(module, x, use_reentrant=False), x)
-    for ours, eager in zip(again[:4], _module_step(lambda module: module, x)):
-        torch.testing.assert_close(ours, eager)
-
-
-def test_exported_programs_need_no_library() -> None:
-    program = torch.export.export(L1BatchNorm2d(6), (torch.randn(4, 6, 8, 8),))
-    assert "normmatters" not in str(program.graph)
-
-
-def test_function_transforms_take_the_equation() -> None:
-    x = torch.randn(5, 3, 4)
-    ours = torch.func.grad(lambda x: _norm(x, Norm()).square().sum())(x)
-    expected = torch.func.grad(lambda x: lp_batch_norm(x, training=True).square().sum())(x)
-    torch.testing.assert_close(ours, expected)
 
 
 @pytest.mark.parametrize("added", [False, True])

@@ -128,7 +128,7 @@ def test_optimizers_step_as_on_the_plain_path(name, dtype, layout, monkeypatch):
 def test_the_number_of_threads_changes_no_bit(name):
     before, results = torch.get_num_threads(), []
     try:
-        for threads in (1, 2, 5, 2):
+        for threads in (1, 2, 3, 90):  # the last: more than most have rows
             torch.set_num_threads(threads)
             results.append(step(OPTIMIZERS[name], shapes=((64, 700), (300, 128, 3), (33,))))
     finally:
@@ -210,14 +210,32 @@ def test_a_changed_weight_is_noticed_by_autograd():
         square.backward()
 
 
-def test_random_shapes():
+@pytest.mark.parametrize("name", ["free", "ordinary", "angular"])
+@pytest.mark.parametrize("empty", [(0, 5), (3, 0), (0,)], ids=str)
+def test_an_empty_parameter_changes_nothing(name, empty):
+    whole = ((4, 6), (5, 3))
+    expected = step(OPTIMIZERS[name], shapes=whole)
+    with_empty = step(OPTIMIZERS[name], shapes=(*whole, empty))
+    assert all(torch.equal(a, b) for a, b in zip(expected, with_empty))
+
+
+def test_random_shapes_and_strides():
+    """The dimensions of a row in any order in memory."""
     generator = torch.Generator().manual_seed(0)
+
+    def strided_as(x: Tensor, order: list[int]) -> Tensor:
+        return x.permute(order).contiguous().permute([order.index(d) for d in range(x.ndim)])
+
     for _ in range(60):
         shapes = [
             tuple(torch.randint(1, 40, (int(torch.randint(2, 5, (), generator=generator)),), generator=generator))
             for _ in range(int(torch.randint(1, 5, (), generator=generator)))
         ]
-        ws, ds, gs = ([torch.randn([int(n) for n in s], generator=generator) for s in shapes] for _ in range(3))
+        orders = [[0, *(torch.randperm(len(s) - 1, generator=generator) + 1).tolist()] for s in shapes]
+        ws, ds, gs = (
+            [strided_as(torch.randn([int(n) for n in s], generator=generator), o) for s, o in zip(shapes, orders)]
+            for _ in range(3)
+        )
         norms = [w.flatten(1).norm(dim=1) for w in ws]
         guarded = copy.deepcopy((ds, gs, norms))
         expected, _ = rotated(ws, ds, gs, norms, 0.3, rows.GIVEN)

@@ -94,13 +94,35 @@ def test_the_number_of_threads_changes_no_bit():
     torch.manual_seed(0)
     v, before, results = [torch.randn(300, 700), torch.randn(64, 33)], torch.get_num_threads(), []
     try:
-        for threads in (1, 2, 5, 2):
+        for threads in (1, 2, 3, 90):  # the last: more than there are rows
             torch.set_num_threads(threads)
             results.append(WeightGroup(v, 2, v[0].dtype)(v, [torch.tensor(1.0)] * 2))
     finally:
         torch.set_num_threads(before)
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other))
+
+
+def test_random_shapes_and_strides(rng):
+    """The dimensions of a row in any order in memory; several weights in one call."""
+
+    def one_of(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (), generator=rng))
+
+    for _ in range(40):
+        p, dtype, learned = (1, 2, 1.5, math.inf)[one_of(0, 4)], DTYPES[one_of(0, 4)], bool(one_of(0, 2))
+        v = []
+        for _ in range(one_of(1, 4)):
+            order = [0, *(torch.randperm(one_of(1, 4), generator=rng) + 1).tolist()]
+            whole = torch.randn([one_of(1, 12) for _ in order], generator=rng)
+            v.append(whole.permute([order.index(d) for d in range(len(order))]).to(dtype))
+        rho = [torch.randn(len(x), *[1] * (x.ndim - 1)).to(dtype) if learned else torch.tensor(0.7) for x in v]
+        check(v, rho, p, dtype, [torch.randn(x.shape, generator=rng).to(dtype) for x in v])
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (3, 0)], ids=str)
+def test_an_empty_weight_is_left_to_the_equation(shape):
+    assert why_not(torch.empty(shape), torch.tensor(1.0), dim=0, p=2, k=None)
 
 
 @pytest.mark.parametrize("kind", ["bounded", "classic"])
