@@ -262,3 +262,9 @@ def test_the_start_of_a_pictures_curves_may_leave_the_frame() -> None:
     heights = [float(p.split(",")[1]) for p in re.findall(r'<polyline points="([^"]+)"', drawn)[0].split()]
     assert heights[0] < 78  # above the frame
     assert 78 < heights[5] < heights[-1] < 300
+
+
+def test_intervals_take_no_room_in_a_picture() -> None:
+    drawn = picture([Chart("t", "accuracy", _rows({"a": {1.0: 80.0, 2.0: 80.2}}), against="factor")])
+    low, high = (float(y) for y in re.findall(r'cy="([\d.]+)"', drawn))
+    assert low - high > 150  # of 222, though the intervals are ±1

@@ -219,7 +219,7 @@ def picture(charts: Sequence[Chart]) -> str:
     frames, legend = list[Frame](), list[dict[str, object]]()
     for _, alike in groupby(charts, key=lambda chart: (chart.axis, [(s.label, s.slot) for s in chart.series])):
         group = list(alike)
-        ranges = [_y_range(_later(chart)) for chart in group]
+        ranges = [_y_range(_framed(chart)) for chart in group]
         y_range = min(low for low, _ in ranges), max(high for _, high in ranges)
         legend += _legend(group[0], _PANEL * len(frames) + 14, _PANEL * len(group) - 20)
         for chart in group:
@@ -244,13 +244,16 @@ def _legend(chart: Chart, left: int, width: int) -> list[dict[str, object]]:
     return keys
 
 
-def _later(chart: Chart) -> Chart:
-    """Without the first eighth of its curves, which may leave the frame."""
-    if chart.against:
-        return chart
-    first = max((p[0] for s in chart.series for p in s.points), default=0.0) / 8
-    series = (replace(s, points=tuple(p for p in s.points if p[0] >= first), paper=None) for s in chart.series)
-    return replace(chart, series=tuple(series))
+def _framed(chart: Chart) -> Chart:
+    """What a picture's frame is for: no intervals, and curves without their first eighth, which may leave it."""
+    first = 0.0 if chart.against else max((p[0] for s in chart.series for p in s.points), default=0.0) / 8
+    return replace(
+        chart,
+        series=tuple(
+            replace(s, points=tuple((x, y, y, y) for x, y, *_ in s.points if x >= first), paper=None)
+            for s in chart.series
+        ),
+    )
 
 
 def _shade(chart: Chart, value: float) -> float:
