@@ -7,6 +7,7 @@ time is the median of a variant's samples. A ratio is the median of the ratios t
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import statistics
 import time
@@ -70,29 +71,23 @@ class Ready:
     sample: Callable[[], Sample]  # seconds of the whole, or of the forward and of the backward pass
     row: Row
 
-    @classmethod
-    def of(cls, layer: Layer, data: Any, **row: Any) -> Ready:
-        """A layer, whose forward and backward pass are timed apart."""
 
-        def sample() -> Sample:
-            start = time.perf_counter()
-            outputs = layer.forward(data)
-            middle = time.perf_counter()
-            layer.backward(data, outputs)
-            return middle - start, time.perf_counter() - middle
+def _timed(*stages: Callable[[Any], Any]) -> Callable[[], Sample]:
+    """Takes a sample: the seconds of each stage, which gets what the stage before it gave."""
 
-        return cls(sample, row)
+    def sample() -> Sample:
+        value, times = None, [time.perf_counter()]
+        for stage in stages:
+            value = stage(value)
+            times.append(time.perf_counter())
+        return tuple(end - start for start, end in itertools.pairwise(times))
 
-    @classmethod
-    def of_step(cls, step: Callable[[], Any], **row: Any) -> Ready:
-        """A step, which is timed as a whole."""
+    return sample
 
-        def sample() -> Sample:
-            start = time.perf_counter()
-            step()
-            return (time.perf_counter() - start,)
 
-        return cls(sample, row)
+def _layer(layer: Layer, data: Any, **row: Any) -> Ready:
+    """A layer, whose forward and backward pass are timed apart."""
+    return Ready(_timed(lambda _: layer.forward(data), partial(layer.backward, data)), row)
 
 
 Variants = Mapping[str, tuple[bool, Callable[[], Ready]]]  # name → whether it is ours, and what checks it
@@ -200,7 +195,7 @@ def _batch_norms(setup: Setup, axes: dict[str, str], shape: Shape, names: Sequen
     def prepare(variant: layers.Variant) -> Ready:
         few = draw(images)
         layer = layers.layer_of(setup, variant, few)
-        return Ready.of(layer, draw(shape[0]), error=layer.check(), saved_share=_saved_share(layer, few))
+        return _layer(layer, draw(shape[0]), error=layer.check(), saved_share=_saved_share(layer, few))
 
     variants = {name: (_BATCH_NORMS[name].ours, partial(prepare, _BATCH_NORMS[name])) for name in names}
     yield from _group(setup, {**axes, "size": "x".join(map(str, shape))}, variants, "native", elements)
@@ -237,7 +232,7 @@ def _row_norm(variant: layernorm.Variant, draw: Callable[[], RowNormData]) -> Re
         if variant.ours or one.x.dtype == torch.float32:
             raise
         note = f"PyTorch sums in half precision: {wrong}"  # it is what users have, so it is timed nevertheless
-    return Ready.of(layer, one, error=error, note=note, saved_share=_saved_share(layer, one))
+    return _layer(layer, one, error=error, note=note, saved_share=_saved_share(layer, one))
 
 
 def resnet18(setup: Setup) -> nn.Module:
@@ -251,7 +246,7 @@ def _weight_norm(setup: Setup) -> Iterator[Row]:
         model = resnet18(setup)
         weightnorm.VARIANTS[name](model)
         layer, gradients = weightnorm.weights_of(model, name, torch.float32)
-        return Ready.of(layer, gradients, error=layer.check())
+        return _layer(layer, gradients, error=layer.check())
 
     variants = {
         name: (name != "torch", partial(prepare, name)) for name in ("torch", "classic", "bounded", "bounded_l1")
@@ -268,7 +263,7 @@ def _optimizers(setup: Setup) -> Iterator[Row]:
         if wrong := optim.check(build, shapes, "cpu"):
             raise Wrong(wrong)
         optimizer = build(optim.make_parameters(shapes, "cpu", torch.float32), False)
-        return Ready.of_step(optimizer.step, optimizer=type(optimizer).__name__)
+        return Ready(_timed(lambda _: optimizer.step()), {"optimizer": type(optimizer).__name__})
 
     variants = {name: ("SGD(" not in name, partial(prepare, name)) for name in _OPTIMIZERS}
     axes, elements = {"part": "optimizer", "dtype": "fp32"}, sum(map(math.prod, shapes.values()))
@@ -289,7 +284,7 @@ def _step_of(setup: Setup, name: str) -> Ready:
     step = Step(setup, model, torch.float32, compile=False, batch=32)
     saved = timing.memory(step.forward, Tensor.backward, [*model.parameters(), *model.buffers()]).saved
     model.zero_grad(set_to_none=True)
-    return Ready.of_step(step, error=error, saved_bytes=saved)
+    return Ready(_timed(lambda _: step()), {"error": error, "saved_bytes": saved})
 
 
 def _check_step(model: nn.Module, plain: nn.Module) -> float:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from normmatters.bench import axes_of, cpu
-from normmatters.bench.harness import passes, replace
+from normmatters.bench.harness import Selection, passes, replace
 
 Row = Mapping[str, Any]
 
@@ -151,7 +151,7 @@ def markdown(data: Mapping[str, Any], only: Iterable[str] = ()) -> str:
         only: words that choose rows, as in :class:`~normmatters.bench.harness.Selection`.
     """
     bench = data["bench"]
-    chosen = _chosen(bench, data["rows"], frozenset(only))
+    chosen = _chosen(bench, data["rows"], only)
     rows = [with_passes(row, data.get("memory_bandwidth")) for row in chosen]
     # A column that is empty everywhere, such as a GPU's memory on a CPU, is left out; so are names that never change.
     columns = [c for c in COLUMNS[bench] if any(c.text(row) for row in rows)]
@@ -188,17 +188,13 @@ def _where(data: Mapping[str, Any], rows: Iterable[Mapping[str, Any]]) -> str:
     return f"<sub>{', '.join(parts)}, {env['date'][:10]}.{checks}</sub>"
 
 
-def _chosen(bench: str, rows: Sequence[Row], words: frozenset[str]) -> list[Row]:
+def _chosen(bench: str, rows: Sequence[Row], words: Iterable[str]) -> list[Row]:
     """Rows that have, of every name column that any word may occur in, one of the words. A run may lack some rows."""
     keys = ("dtype", "layout", "form", "size", "variant", "mode", "part")
     axes = axes_of(bench)
-    values = {key: {str(row[key]) for row in rows if key in row} | set(axes.get(key, ())) for key in keys}
-    unknown = words - {value for found in values.values() for value in found}
-    if unknown:
-        raise ValueError(f"no row is called {', '.join(map(repr, sorted(unknown)))}")
-    return [
-        row for row in rows if all(not (picked := words & values[key]) or str(row.get(key)) in picked for key in keys)
-    ]
+    values = {key: [*{str(row[key]) for row in rows if key in row}, *axes.get(key, ())] for key in keys}
+    selection = Selection.of(words, [values])
+    return [row for row in rows if selection.allows(values, {key: str(row.get(key)) for key in keys})]
 
 
 _SECTION = re.compile(r"(<!-- bench:(\w+)((?: [\w.]+)*) -->\n).*?(<!-- /bench -->)", re.DOTALL)
