@@ -369,7 +369,7 @@ class WeightDecayFree(OptimizerWithState):
     """
 
     # Numbers in the state of a parameter, with their first values.
-    _scalars: tuple[tuple[str, float], ...] = (("alpha", 1.0),)
+    _scalars: Mapping[str, float] = {"alpha": 1.0}
     # Numbers of a group, checked before each step.
     _numbers: tuple[str, ...] = ()
 
@@ -468,19 +468,19 @@ class WeightDecayFree(OptimizerWithState):
         In a step without its gradient, ``torch.optim`` does not decay a parameter; its α then differs from the others'.
         """
         params, _, states = members
-        capturable, names = group["capturable"], [name for name, _ in self._scalars]
+        capturable = group["capturable"]
         # By `map` and comprehensions: for the many parameters of a model, loops take long.
         misplaced = [isinstance(state.get("alpha"), Tensor) != capturable or "alpha" not in state for state in states]
         if any(misplaced):
             self._place_scalars(group, [*compress(params, misplaced)])
         if group["foreach"] is False and not capturable:
             return members.split(params)
-        histories = map(id, map(itemgetter("alpha"), states)) if capturable else map(itemgetter(*names), states)
+        histories = map(id, map(itemgetter("alpha"), states)) if capturable else map(itemgetter(*self._scalars), states)
         return members.split(zip(map(_PLACE, params), histories))
 
     def _store(self, group: Group, cohort: Members, values: tuple[Any, ...]) -> None:
         """Write a cohort's new scalars; tensors (shared by the cohort) in place, so that a graph finds them again."""
-        named = {name: value for (name, _), value in zip(self._scalars, values)}
+        named = dict(zip(self._scalars, values))
         if group["capturable"]:
             for name, value in named.items():
                 cohort.states[0][name].copy_(value)
@@ -491,14 +491,14 @@ class WeightDecayFree(OptimizerWithState):
     def _restore(self, group: Group, saved: dict[Tensor, dict[str, Any]]) -> None:
         stepped = [p for p, state in saved.items() if "alpha" in state]
         for p in stepped:
-            self.state[p].update((name, saved[p][name]) for name, _ in self._scalars)
+            self.state[p].update((name, saved[p][name]) for name in self._scalars)
         self._place_scalars(group, stepped)
 
     def _place_scalars(self, group: Group, params: list[Tensor]) -> None:
         """Put the scalars where their group has them: on the host, or in tensors that equal parameters share."""
         shared: dict[Any, dict[str, Any]] = {}
         for p in params:
-            values = {name: host_value(self.state[p].get(name, start)) for name, start in self._scalars}
+            values = {name: host_value(self.state[p].get(name, start)) for name, start in self._scalars.items()}
             if group["capturable"]:
                 key = *_PLACE(p), *values.values()
                 if key not in shared:

@@ -370,13 +370,7 @@ class _PlannedWork:
         alike: Sequence[list[Tensor]],
         plan: Callable[[Any, list[int]], Any],
     ) -> None:
-        """Plan anew.
-
-        Args:
-            numbers: for each weight a tensor like that of the numbers of its channels.
-            alike: lists of tensors that a backend needs laid out as the weights.
-            plan: makes the plan, from the backend's module and the indices of weights.
-        """
+        """Plan anew. ``plan`` makes a backend's plan for some weights; the others are as in `_backend_for`."""
         taken: dict[Any, list[int]] = {}
         for i, (weight, dim, number) in enumerate(zip(weights, dims, numbers)):
             backend = _backend_for(work, weight, dim, number, [xs[i] for xs in alike])
@@ -404,12 +398,10 @@ class ChannelRotator(_PlannedWork):
         layout = [[*map(read, chain(*lists))] for read in (Tensor.stride, Tensor.get_device, _DTYPE)]
         layout += [[*map(_SHAPE, weights)], [dim, momentum is not None and (momentum.nesterov,)]]
         if layout != self._layout:
+            form = "GIVEN" if momentum is None else "NESTEROV" if momentum.nesterov else "MOMENTUM"
 
             def plan(backend: Any, indices: list[int]) -> Any:
-                form = backend.GIVEN
-                if momentum is not None:
-                    form = backend.NESTEROV if momentum.nesterov else backend.MOMENTUM
-                return backend.RotationPlan([weights[i] for i in indices], form)
+                return backend.RotationPlan([weights[i] for i in indices], getattr(backend, form))
 
             self._split("ROTATED", weights, [dim] * len(weights), norms, (directions, grads), plan)
             self._layout = layout

@@ -114,6 +114,8 @@ class NormRecorder:
             if not isinstance(key, str) or not isinstance(value, str):
                 raise TypeError(f"metadata must map strings to strings, got {key!r}: {value!r}")
         self._channels = Channels(*named_weights(weights, dims))
+        self._shapes = {n: tuple(w.shape) for n, w in zip(self._channels.names, self._channels.weights)}
+        self._dims = dict(zip(self._channels.names, self._channels.dims))
         self._tested = isinstance(weights, ScaleInvariantParameters) and dims is None
         self._interval = every if isinstance(every, int) else {"step": 1, "epoch": 0}[every]
         self._angle, self._capacity, self._metadata = angle, capacity, dict(metadata or {})
@@ -248,8 +250,8 @@ class NormRecorder:
             lr=settings[:, :count].clone(),
             weight_decay=settings[:, count:].clone(),
             groups={n: self._used_groups.index(g) for n, g in zip(channels.names, self._group_of)},
-            shapes={n: tuple(w.shape) for n, w in zip(channels.names, channels.weights)},
-            dims=dict(zip(channels.names, channels.dims)),
+            shapes=self._shapes,
+            dims=self._dims,
             epoch_ends=tuple(self._epoch_ends),
             tested=self._tested,
             metadata=self._metadata,
@@ -259,14 +261,10 @@ class NormRecorder:
         """`recording().save(path)`."""
         self.recording().save(path)
 
-    def _signature(self) -> str:
-        c = self._channels
-        return layout_signature({n: tuple(w.shape) for n, w in zip(c.names, c.weights)}, dict(zip(c.names, c.dims)))
-
     def state_dict(self) -> dict[str, Any]:
         """Tensors and numbers only, for `torch.save`: a run that stops and resumes records bit for bit the same."""
         return {
-            "signature": self._signature(),
+            "signature": layout_signature(self._shapes, self._dims),
             "angle": self._angle,
             "interval": self._interval,
             "rows": self._rows.stack(),
@@ -280,12 +278,13 @@ class NormRecorder:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue a recording of the same weights."""
-        for key, mine in (("signature", self._signature()), ("angle", self._angle), ("interval", self._interval)):
-            if state.get(key) != mine:
+        own = self.state_dict()
+        for key in ("signature", "angle", "interval"):
+            if state.get(key) != own[key]:
                 raise ValueError(
-                    f"the state is of another recorder: its {key} is {state.get(key)!r}, here it is {mine!r}"
+                    f"the state is of another recorder: its {key} is {state.get(key)!r}, here it is {own[key]!r}"
                 )
-        if lacking := [key for key in self.state_dict() if key not in state]:
+        if lacking := [key for key in own if key not in state]:
             raise ValueError(f"the state is damaged: it has no {', '.join(lacking)}")
         if (theirs := state["settings"].shape[1] // 2) != len(self._used_groups):
             raise ValueError(f"the state has {theirs} parameter groups, here are {len(self._used_groups)}")

@@ -92,7 +92,7 @@ class WeightDecayFreeSGD(WeightDecayFree):
     """
 
     # pending: what the momentum buffer must still be multiplied by.
-    _scalars = (("alpha", 1.0), ("kappa", 0.0), ("pending", 1.0))
+    _scalars = {"alpha": 1.0, "kappa": 0.0, "pending": 1.0}
     _numbers = ("lr", "momentum", "weight_decay")
 
     def __init__(
@@ -162,7 +162,7 @@ class WeightDecayFreeSGD(WeightDecayFree):
 
     def _acting_lr(self, index: int, weight: Tensor) -> float | Tensor:
         """η_t α_t α_{t+1}, of the step to come."""
-        group, state = self.param_groups[index], dict(self._scalars) | self.state.get(weight, {})
+        group, state = self.param_groups[index], {**self._scalars} | self.state.get(weight, {})
         self._check_group(index, group, self._checked_decay(group))
         (lr, weight_decay), alpha = rates(group), state["alpha"]
         settings = lr, weight_decay, group["momentum"], group["nesterov"]
@@ -176,7 +176,7 @@ class WeightDecayFreeSGD(WeightDecayFree):
         # α of every cohort first: if a schedule is refused, no weight has moved yet.
         coming = [self._next_scalars(group, cohort.states[0], *rates) for group, cohort, *rates in cohorts]
         for (group, cohort, lr, weight_decay), (next_alpha, next_kappa) in zip(cohorts, coming):
-            alpha, kappa, pending = (cohort.states[0][name] for name, _ in self._scalars)
+            alpha, kappa, pending = (cohort.states[0][name] for name in self._scalars)
             momentum, step_size = group["momentum"], lr * alpha * next_alpha
             if momentum == 0:  # Δw = −η α_t α_{t+1} ∇L; V ← sV + ηκ∇L, of a buffer from when there was momentum
                 of_weight, of_buffer = (0.0, 1.0), (alpha / next_alpha, lr * kappa)
