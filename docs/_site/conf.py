@@ -45,6 +45,7 @@ html_static_path = [str(HERE / "site.css")]
 html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sourcelink = False
+html_show_copyright = False
 pygments_style, pygments_dark_style = "friendly", "github-dark"
 
 
