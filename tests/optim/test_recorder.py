@@ -374,7 +374,7 @@ def test_missing_extras_say_what_to_install(
     for loaded in [m for m in sys.modules if m.startswith(package)]:
         monkeypatch.delitem(sys.modules, loaded)
     monkeypatch.setattr(builtins, "__import__", refuse)
-    with pytest.raises(ImportError, match=r"pip install normmatters\[lab\]"):
+    with pytest.raises(ImportError, match=f"pip install {package}"):
         getattr(run[0], call)("nowhere")
 
 

@@ -23,7 +23,7 @@ def plot(recording: Recording, path: str | os.PathLike[str] | None = None, *, na
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("plotting needs matplotlib: pip install normmatters[lab]") from error
+        raise ImportError("plotting needs matplotlib: pip install matplotlib") from error
     drawn = recording.names if names is None else names
     for name in drawn:
         recording.norm(name)  # raises on a name that it does not have

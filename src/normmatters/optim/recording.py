@@ -324,5 +324,5 @@ def _safetensors() -> Any:
     try:
         import safetensors.torch
     except ImportError as error:
-        raise ImportError("saving and loading recordings needs safetensors: pip install normmatters[lab]") from error
+        raise ImportError("saving and loading recordings needs safetensors: pip install safetensors") from error
     return safetensors.torch
