@@ -9,7 +9,7 @@ import torch
 
 from normmatters.constants import gaussian_scale
 
-SIZES = [32, 128, 512, 2048, 8192]  # values a channel: batch × pixels
+SIZES = [32, 128, 512, 2048, 8192]  # values per channel: batch × pixels
 KINDS = {"L2": (2, None), "L1": (1, None), "Top(10)": (math.inf, 10), "range": ("range", None), "L∞": (math.inf, None)}
 
 
@@ -44,8 +44,8 @@ for kind, rows in exact.items():
     print(f"{kind:8} n = {SIZES[-1]}: estimate {rows[-1][0]:.4f} ± {rows[-1][1]:.4f}")
 for kind, rows in paper.items():
     left.plot(SIZES, [mean for mean, _ in rows], "--", color=colors[kind])
-left.set(title="estimate of σ = 1 (dashed: the paper's C)", xlabel="values a channel", xscale="log")
-right.set(title="its scatter from batch to batch, %", xlabel="values a channel", xscale="log", yscale="log")
+left.set(title="estimate of σ = 1 (dashed: the paper's C)", xlabel="values per channel", xscale="log")
+right.set(title="its scatter from batch to batch, %", xlabel="values per channel", xscale="log", yscale="log")
 right.legend(fontsize=7)
 path = Path(sys.argv[1] if len(sys.argv) > 1 else "examples/out/constants.png")
 path.parent.mkdir(parents=True, exist_ok=True)
