@@ -175,10 +175,10 @@ def test_plans_are_kept_for_so_many_shapes_and_no_more():
 
 def test_kernels_share_values_and_tensors_by_name():
     first, second = Kernel(numbers=0), Kernel(tensors=1)
-    launches = launch_of(first), launch_of(second)
+    launches = module.Launches(launch_of(first), launch_of(second))
     x, y = torch.zeros(64), torch.zeros(64)
     for _ in range(2):
-        module.launch(launches, {"t1_ptr": y, "t0_ptr": x}, (0.5,))
+        launches({"t1_ptr": y, "t0_ptr": x}, (0.5,))
     assert first.calls[0] == ("Triton", (x, y))
     assert second.calls[0] == ("Triton", (x, 10, 20, 0.5))
     assert first.calls[1][1][-7:] == (x.data_ptr(), y.data_ptr(), 10, 20, 64, True, None)

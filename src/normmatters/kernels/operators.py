@@ -64,8 +64,8 @@ class Operator:
         backward: ``(g, ...)``, launches kernels. A result may be None.
         gradients: ``(ctx, backward, g, link)``, the gradient of each tensor, by calling ``backward``, which is the
             function or the operator. ``link`` is the gradient that came through the link, or None.
-        fake_forward, fake_backward: the same as ``forward`` and ``backward`` from shapes and dtypes alone. They may be
-            left out if those do nothing but allocate and :func:`~normmatters.kernels.triton.launch.launch`.
+        fake_forward, fake_backward: the same as ``forward`` and ``backward`` from shapes and dtypes alone. Left out
+            where those do nothing but allocate and launch by :class:`~normmatters.kernels.triton.launch.Launches`.
         twice: ``(ctx, g)``, the gradient of each tensor where it is to be differentiated in turn; an error without.
         changes: the options that are changed in place.
         links: whether the operation can return a link.
@@ -138,7 +138,9 @@ class Operator:
         methods = {"forward": node_forward, "backward": node_backward_twice if twice else node_backward}
         statics = {method: staticmethod(function) for method, function in methods.items()}
         node: Any = type(name.title().replace("_", ""), (torch.autograd.Function,), statics)  # named for profilers
-        self._with_grad, self._without_grad = node.apply, lambda *arguments: forward(*arguments)[0]
+        # Not `Function.apply`, which looks for transforms by `torch.func`: under those no kernel runs (`plain_only`).
+        self._with_grad = super(torch.autograd.Function, node).apply  # type: ignore[misc]
+        self._without_grad = lambda *arguments: forward(*arguments)[0]
 
     def __call__(self, *arguments: Any, needs_grad: bool) -> Any:
         """The output for ``(*tensors, options)``, or the output and its link if the options say so.
@@ -149,13 +151,15 @@ class Operator:
         if needs_operators():
             results = self.forward_operator(*tensors, *options)
             return results[:2] if self.links and options.linked else results[0]
+        # A tensor that has left a transform is unwrapped, as `Function.apply` does.
+        tensors = [t if t is None else _unwrapped(t) for t in tensors]
         compute = self._with_grad if needs_grad else self._without_grad
         # Not `current_device()`: there is a tensor on the device, so CUDA needs no looking after.
         if not tensors[0].is_cuda or tensors[0].get_device() == torch._C._cuda_getDevice():
-            output = compute(*arguments)
+            output = compute(*tensors, options)
         else:
             with torch.cuda.device(tensors[0].device):
-                output = compute(*arguments)
+                output = compute(*tensors, options)
         return output
 
 
@@ -224,6 +228,9 @@ def _register_gradient(
     LIBRARY.impl(name, autograd, "Autograd", with_keyset=True)
     if changed:
         LIBRARY.impl(name, change, "ADInplaceOrView", with_keyset=True)
+
+
+_unwrapped: Any = torch._C._functorch.unwrap_if_dead
 
 
 def _without_none(results: tuple[Any, ...]) -> tuple[Tensor, ...]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -98,14 +98,12 @@ class Launch:
         self.named = {name: values[name] for name in after}
         # A compiled kernel does not look at constants, so OVERLAP may be anything.
         self.after = (*self.named.values(), *([None] if self.overlaps else []))
-        self.pick: Callable[[Mapping[str, int]], tuple[int, ...]] = operator.itemgetter(*self.tensors)
-        if len(self.tensors) == 1:
-            self.pick = lambda pointers: (pointers[self.tensors[0]],)
         self.compiled: dict[int, tuple[Any, tuple[Any, ...]]] = {}
+        self._alone = Launches(self)
 
     def __call__(self, tensors: Sequence[Tensor], numbers: Sequence[float] = ()) -> None:
         """Launch with the tensors and numbers in the order of the kernel's signature."""
-        launch((self,), dict(zip(self.tensors, tensors)), numbers)
+        self._alone(dict(zip(self.tensors, tensors)), numbers)
 
     def by_triton(self, device: int, tensors: Mapping[str, Tensor], numbers: Sequence[float]) -> None:
         """Launch as Triton does, and keep the compiled kernel for the next time."""
@@ -118,29 +116,44 @@ class Launch:
             self.compiled[device] = _launcher(compiled)
 
 
-def launch(launches: Sequence[Launch], tensors: Mapping[str, Tensor], numbers: Sequence[float] = ()) -> None:
-    """Launch kernels one after the other on the current stream of the tensors' device.
+class Launches:
+    """Kernels that are launched one after the other; what a launch needs beside its pointers is put together once."""
 
-    Each takes its own of ``tensors``, and all of ``numbers`` if it takes any. Fake and meta tensors have shapes and no
-    memory: an operator's shapes are found with them, and nothing is launched.
-    """
-    first = next(iter(tensors.values()))
-    if first.is_meta or (type(first) is not Tensor and isinstance(first, FakeTensor)):
-        return
-    device = first.get_device()
-    if not _watched():
-        # As integers: the launcher would ask the driver about each tensor's pointer.
-        pointers = dict(zip(tensors, map(_data_ptr, tensors.values())))
-        if not functools.reduce(operator.or_, pointers.values()) & 15:
-            known = [one.compiled.get(device) for one in launches]
-            if None not in known:
+    def __init__(self, *launches: Launch) -> None:
+        self.launches = launches
+        self._ready: dict[int, list[Any]] = {}
+
+    def __call__(self, tensors: Mapping[str, Tensor], numbers: Sequence[float] = ()) -> None:
+        """Launch on the current stream of the tensors' device. Each kernel takes its own tensors, and all numbers.
+
+        The tensors' names come in the same order each time, so that a kernel's own are found by their places. Fake and
+        meta tensors have shapes and no memory: an operator's shapes are found with them, and nothing is launched.
+        """
+        first = next(iter(tensors.values()))
+        if first.is_meta or (type(first) is not Tensor and isinstance(first, FakeTensor)):
+            return
+        device = first.get_device()
+        ready = self._ready.get(device)
+        if ready is not None and not _watched():
+            # As integers: the launcher would ask the driver about each tensor's pointer.
+            pointers = [*map(_data_ptr, tensors.values())]
+            if not functools.reduce(operator.or_, pointers) & 15:
                 stream = torch._C._cuda_getCurrentRawStream(device)
-                for one, (run, fixed) in zip(launches, known):  # type: ignore[misc]
-                    own = numbers if one.numbers else ()
-                    run(*one.grid, 1, stream, *fixed, *one.pick(pointers), *one.before, *own, *one.after)
+                for run, grid, fixed, own, before, changes, after in ready:
+                    run(*grid, stream, *fixed, *own(pointers), *before, *(numbers if changes else ()), *after)
                 return
-    for one in launches:
-        one.by_triton(device, tensors, numbers)
+        for one in self.launches:
+            one.by_triton(device, tensors, numbers)
+        if all(device in one.compiled for one in self.launches):
+            self._ready[device] = [_ready(one, device, [*tensors]) for one in self.launches]
+
+
+def _ready(one: Launch, device: int, names: list[str]) -> tuple[Any, ...]:
+    """What :meth:`Launches.__call__` launches a kernel with, given the pointers of the tensors with these names."""
+    run, fixed = one.compiled[device]
+    places = [names.index(name) for name in one.tensors]
+    own = operator.itemgetter(*places) if len(places) > 1 else operator.itemgetter(slice(places[0], places[0] + 1))
+    return run, (*one.grid, 1), fixed, own, one.before, bool(one.numbers), one.after
 
 
 def _watched() -> bool:

@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from normmatters.kernels.layer_norm import Dtypes, Options, layer_norm_by
-from normmatters.kernels.triton.launch import Launch, cached_plan, launch, wait_for_previous
+from normmatters.kernels.triton.launch import Launch, Launches, cached_plan, wait_for_previous
 from normmatters.norm import Norm
 
 # Tilings --------------------------------------------------------------------------------------------------------------
@@ -446,7 +446,7 @@ def forward(
 class BackwardPlan(NamedTuple):
     """The launches of :func:`backward` at one shape, and how many partial sums each column has."""
 
-    launches: tuple[Launch, ...]
+    launches: Launches
     parts: int
 
 
@@ -471,7 +471,7 @@ def backward_plan(rows: int, cols: int, device: torch.device, variant: Variant, 
         maxnreg=tuning.registers,
     )
     if dtypes is None:
-        return BackwardPlan((by_rows,), 0)
+        return BackwardPlan(Launches(by_rows), 0)
     launches, parts, strip = [by_rows], tiling.programs, min(128, tiling.block_n)
     if not fused:
         parts = max(1, min(-(-rows // 16), 4 * multiprocessors(device) * strip // tiling.block_n))
@@ -480,7 +480,7 @@ def backward_plan(rows: int, cols: int, device: torch.device, variant: Variant, 
     block_c = min(32, tiling.block_n)
     sums = {"parts": parts, "cols": cols, "BLOCK_P": PARTS_AT_A_TIME, "BLOCK_C": block_c}
     launches.append(Launch(layer_norm_parameters_kernel, (-(-cols // block_c), 1), sums))
-    return BackwardPlan(tuple(launches), parts)
+    return BackwardPlan(Launches(*launches), parts)
 
 
 def backward(
@@ -502,7 +502,7 @@ def backward(
         tensors |= {"dx_ptr": dx, "part_ptr": part}
         if dweight is not None and dbias is not None:
             tensors |= {"dweight_ptr": dweight, "dbias_ptr": dbias}
-        launch(plan.launches, tensors)
+        plan.launches(tensors)
     return dx, dweight, dbias
 
 

@@ -53,7 +53,7 @@ from normmatters.kernels.triton.batch_norm.tiles import (
     store_sums,
     store_tile,
 )
-from normmatters.kernels.triton.launch import Launch, cached_plan, launch, wait_for_previous
+from normmatters.kernels.triton.launch import Launch, Launches, cached_plan, wait_for_previous
 
 # What the backward pass knows x̂ from.
 FROM_INPUT: tl.constexpr = tl.constexpr(0)
@@ -406,7 +406,7 @@ def scatter_kernel(
 class GradientPlan(NamedTuple):
     """The launches of :func:`gradient` at one shape; scratch holds the coefficients, then the partial sums."""
 
-    launches: tuple[Launch, ...]
+    launches: Launches
     channels: int
     scratch: int
 
@@ -476,7 +476,7 @@ def _gradient_plan(
         scatter = values | {"K": terms, "BLOCK_C": block}
         launches.append(Launch(scatter_kernel, (-(-view.channels // block), 1), scatter, num_warps=1))
     sums_in_all = (1 if kind == "mean" else 2) * tiling.splits * tiling.entries(view)
-    return GradientPlan(tuple(launches), view.channels, 4 * view.channels + sums_in_all)
+    return GradientPlan(Launches(*launches), view.channels, 4 * view.channels + sums_in_all)
 
 
 def gradient(
@@ -520,5 +520,5 @@ def gradient(
         "dweight_ptr": dweight,
         "dbias_ptr": dbias,
     }
-    launch(plan.launches, tensors)
+    plan.launches(tensors)
     return dx, dweight, dbias, dresidual if need_dresidual and dresidual is not dx else None

@@ -45,7 +45,7 @@ from normmatters.kernels.triton.batch_norm.statistics import (
     statistics_tensors,
 )
 from normmatters.kernels.triton.batch_norm.tiles import KINDS
-from normmatters.kernels.triton.launch import Launch, cached_plan, launch
+from normmatters.kernels.triton.launch import Launches, cached_plan
 from normmatters.norm import Norm, RunningStats
 
 
@@ -69,7 +69,7 @@ class Options(NamedTuple):
 class ForwardPlan(NamedTuple):
     """The launches of a forward pass at one shape, and what they leave."""
 
-    launches: tuple[Launch, ...]
+    launches: Launches
     statistics: StatisticsPlan
     saved: Saved
 
@@ -97,7 +97,9 @@ def _forward_plan(
         "FINALIZE": not plan.whole,
     }
     normalize = normalize_launch(view, dtype, affine, variant, values, save)
-    return ForwardPlan((*plan.launches, normalize), plan, saved_shapes(view, dtype.itemsize, variant, save=save))
+    return ForwardPlan(
+        Launches(*plan.launches.launches, normalize), plan, saved_shapes(view, dtype.itemsize, variant, save=save)
+    )
 
 
 Results = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
@@ -133,7 +135,7 @@ def _forward(
     tensors["z_ptr"] = z = torch.empty_like(x)
     tensors["code_ptr"] = code = empty(x, *saved.code, dtype=saved.code_dtype)
     tensors["count_ptr"] = count = empty(x, *saved.counts, dtype=saved.count_dtype)
-    launch(launches, tensors, (momentum,))
+    launches(tensors, (momentum,))
     put_back(running, tensors)
     return z, code, count, stats, tensors["index_ptr"] if statistics.selected else None
 
@@ -241,8 +243,8 @@ def batch_norm(
     weight, bias = weight if weight is None else weight.contiguous(), bias if bias is None else bias.contiguous()
     save = needs_grad(x, weight, bias, residual, link)
     linked = linked and save
-    lean = norm.memory == "lean" and norm.kind == "l1"  # the other statistics' gradients need the input itself
     statistic = statistic_of(norm, int(x.numel() // x.shape[1]))
+    lean = norm.memory == "lean" and statistic.kind == "l1"  # the other statistics' gradients need the input itself
     mean, var, batches, momentum = running
     options = Options(mean, var, batches, float(momentum), *statistic, act == "relu", lean, save, linked)
     out = _batch_norm(x, weight, bias, residual, link, options, needs_grad=save)

@@ -45,7 +45,7 @@ from normmatters.kernels.triton.batch_norm.layout import (
 from normmatters.kernels.triton.batch_norm.normalize import count_dtype
 from normmatters.kernels.triton.batch_norm.statistics import statistics
 from normmatters.kernels.triton.batch_norm.tiles import KINDS, load_affine
-from normmatters.kernels.triton.launch import Launch, cached_plan, launch, wait_for_previous
+from normmatters.kernels.triton.launch import Launch, Launches, cached_plan, wait_for_previous
 from normmatters.norm import Norm, RunningStats
 
 # Kernels --------------------------------------------------------------------------------------------------------------
@@ -405,8 +405,8 @@ def saved_shapes(shape: Shape, itemsize: int, *, save: bool) -> Saved:
 class Plan(NamedTuple):
     """The launches at one shape."""
 
-    forward: tuple[Launch, ...]
-    backward: tuple[Launch, ...]
+    forward: Launches
+    backward: Launches
     scratch: int
     saved: Saved
 
@@ -436,8 +436,8 @@ def _plan(shape: Shape, dtype: torch.dtype, affine: Affine, constant: float, sav
         for kernel in (pooled_normalize_kernel, pooled_sums_kernel, pooled_input_gradient_kernel)
     )
     return Plan(
-        (normalize,),
-        (sums, coefficients_launch(shape.view, values), input_gradient),
+        Launches(normalize),
+        Launches(sums, coefficients_launch(shape.view, values), input_gradient),
         (4 + 2 * tiling.splits) * shape.channels,
         saved_shapes(shape, dtype.itemsize, save=save),
     )
@@ -488,7 +488,7 @@ def _forward(
         "code_ptr": code,
         "count_ptr": count,
     }
-    launch(launches, tensors)
+    launches(tensors)
     return z, winner, code, count, stats
 
 
@@ -523,7 +523,7 @@ def _backward(
         "dweight_ptr": dweight,
         "dbias_ptr": dbias,
     }
-    launch(plan.backward, tensors)
+    plan.backward(tensors)
     return dx, dweight, dbias
 
 

@@ -59,7 +59,7 @@ from normmatters.kernels.triton.batch_norm.tiles import (
     tile_rows,
     write_statistics,
 )
-from normmatters.kernels.triton.launch import Launch, cached_plan, launch, wait_for_previous
+from normmatters.kernels.triton.launch import Launch, Launches, cached_plan, wait_for_previous
 from normmatters.norm import RunningStats
 
 # With this many samples the pilot mean is within 1.6 % of σ (one standard error); twice as many where they cost little.
@@ -430,7 +430,7 @@ def small_finalize_kernel(
 class StatisticsPlan(NamedTuple):
     """The launches that make the statistics at one shape, and how many numbers they leave in between."""
 
-    launches: tuple[Launch, ...]
+    launches: Launches
     scratch: int
     extremes: int
     selected: int
@@ -469,7 +469,7 @@ def statistics_plan(
     entries = tiling.splits * tiling.entries(view)
     planes = {"l1": 3, "l2": 2}.get(kind, 1)
     return StatisticsPlan(
-        (*([pilot] if pilot else []), moments, finish),
+        Launches(*([pilot] if pilot else []), moments, finish),
         pilot_splits * view.channels + planes * entries,
         2 * entries * (tiling.block_r if rank > 1 else 1) if selects else 0,
         statistic.selected,
@@ -493,7 +493,7 @@ def _small_plan(view: View, itemsize: int, kind: str, common: dict[str, Any], al
         launches.append(Launch(small_deviation_kernel, grid, values, num_warps=num_warps, maxnreg=MAX_REGISTERS))
     if alone:
         launches.append(Launch(small_finalize_kernel, (grid[0], 1), values, num_warps=num_warps))
-    return StatisticsPlan(tuple(launches), 2 * tiling.splits * view.channels, 0, 0, alone)
+    return StatisticsPlan(Launches(*launches), 2 * tiling.splits * view.channels, 0, 0, alone)
 
 
 def _pilot(view: View, values: dict[str, Any]) -> tuple[Launch, int, int]:
@@ -553,6 +553,6 @@ def statistics(x: Tensor, statistic: Statistic, running: RunningStats) -> tuple[
     """
     plan = statistics_plan(view_of(x), x.dtype, statistic, moved_of(running))
     tensors = statistics_tensors(plan, x, running)
-    launch(plan.launches, tensors, (running.momentum,))  # type: ignore[arg-type]
+    plan.launches(tensors, (running.momentum,))  # type: ignore[arg-type]
     put_back(running, tensors)
     return tensors["stats_ptr"], tensors["index_ptr"] if plan.selected else None

@@ -64,7 +64,7 @@ from normmatters.kernels.triton.batch_norm.tiles import (
     store_words,
     tile_rows,
 )
-from normmatters.kernels.triton.launch import Launch, cached_plan, launch, wait_for_previous
+from normmatters.kernels.triton.launch import Launch, Launches, cached_plan, wait_for_previous
 from normmatters.norm import RunningStats
 
 # Kernels --------------------------------------------------------------------------------------------------------------
@@ -376,8 +376,8 @@ def twin_input_gradient_kernel(
 class Plan(NamedTuple):
     """The launches at one shape; scratch holds the coefficients, then the partial sums."""
 
-    normalize: tuple[Launch, ...]
-    gradient: tuple[Launch, ...]
+    normalize: Launches
+    gradient: Launches
     channels: int
     scratch: int
     code: tuple[int, int, int]
@@ -417,8 +417,8 @@ def _plan(
     block_e = min(block_e, next_power_of_2(tiling.splits * view.spatial // tiling.group))
     finish = values | {"BLOCK_E": block_e, "BLOCK_C": block_c}
     return Plan(
-        (normalize,),
-        (sums, Launch(twin_coefficients_kernel, (programs, 1), finish, num_warps=8), input_gradient),
+        Launches(normalize),
+        Launches(sums, Launch(twin_coefficients_kernel, (programs, 1), finish, num_warps=8), input_gradient),
         view.channels,
         6 * view.channels + 5 * tiling.splits * tiling.entries(view),
         (2, view.code_rows if save else 0, view.cols),
@@ -483,7 +483,7 @@ def _forward(
         "z_ptr": z,
         "code_ptr": code,
     }
-    launch(plan.normalize, tensors)
+    plan.normalize(tensors)
     return z, code, stats1, stats2
 
 
@@ -533,7 +533,7 @@ def _backward(
         "dweight2_ptr": dweight2,
         "dbias2_ptr": dbias2,
     }
-    launch(plan.gradient, tensors)
+    plan.gradient(tensors)
     return dx1, dweight1, dbias1, dx2, dweight2, dbias2
 
 
