@@ -46,7 +46,7 @@ NEAR = {
     "optim/angular_sgd.py": ["optim/test_angular.py"],
     "optim/corrected_decay.py": ["optim/test_corrected_decay.py"],
     "optim/decay_groups.py": ["optim/test_decay_groups.py", "optim/test_from_model.py"],
-    "optim/channels.py": ["optim/test_channels.py", "optim/test_recorder.py", "kernels/test_rows_kernels.py"],
+    "optim/channels.py": ["optim/test_channels.py", "optim/test_recorder.py", "kernels/triton/test_rows.py"],
     "optim/weight_decay_free_adamw.py": ["optim/test_refusals.py", "optim/test_weight_decay_free.py"],
     "optim/equilibrium.py": ["optim/test_refusals.py", "optim/test_equilibrium.py"],
     "optim/recipe.py": ["optim/test_equilibrium.py"],
@@ -55,7 +55,7 @@ NEAR = {
 FAR = {
     "constants": ["test_constants.py", "functional"],
     "functional": ["functional", "kernels/test_hand_derived.py", "nn", "docs/test_docstrings.py"],
-    "optim": ["optim", "kernels/test_rows_kernels.py", "docs/test_docstrings.py"],
+    "optim": ["optim", "kernels/triton/test_rows.py", "docs/test_docstrings.py"],
 }
 
 # Not "|": most are between types.
