@@ -195,9 +195,10 @@ def test_cells_of_s2_differ_in_the_weights_before_a_norm_alone() -> None:
         assert changes <= {"optim.invariant_lr", "optim.weight_decay"}
         products[f"{lr * decay:.6g}"] = products.get(f"{lr * decay:.6g}", 0) + 1
     assert sorted(products.values()) == [1, 1, 2, 2, 3, 3, 4, 4, 5]  # diagonals
+    assert not _changes("s2/scaled_1", "s2/lr_0.1_wd_0.002", "small")
     for control, cell_id, c in (("scaled_2", "lr_0.4_wd_0.0005", 2.0), ("scaled_half", "lr_0.025_wd_0.008", 0.5)):
         assert _changes(f"s2/{control}", f"s2/{cell_id}", "small") == {"model.init_scale"}
-        scaled, middle = (load_cell(f"s2/{id}").config("small") for id in (control, "lr_0.1_wd_0.002"))
+        scaled, middle = (load_cell(f"s2/{id}").config("small") for id in (control, "scaled_1"))
         assert scaled.model.init_scale == c
         # c is a power of two, so that rounding is the same: to the last bit
         assert scaled.optim.invariant_lr == c**2 * (middle.optim.invariant_lr or 0)
