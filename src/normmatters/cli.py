@@ -330,7 +330,7 @@ def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUNS...", help="Folders with runs below them.")],
     out: Annotated[Path, typer.Option(help="Where the page, the Markdown and the figures go.")] = Path("report"),
 ) -> None:
-    """Turn run folders into one HTML page, Markdown, and figures as SVG and PNG.
+    """Turn run folders into one HTML page, Markdown, and figures as SVG.
 
     [bold]Examples[/]
 

@@ -178,7 +178,7 @@ def test_end_to_end_on_digits(
     with pytest.raises(ValueError, match=r"optim\.epochs: 2 and 3"):
         make_plan(["fig1"], "quick", root, overrides=other)
     assert {p: p.stat().st_mtime_ns for p in root.glob("fig1/*/seed0/*.json*")} == before
-    report = write_report([root / "fig1"], tmp_path / "second", images=False)
+    report = write_report([root / "fig1"], tmp_path / "second")
     assert len(report.collection.runs) == 6
 
 

@@ -120,7 +120,7 @@ def redraw(results: str | Path, pages: Iterable[str | Path] = ()) -> list[Report
         raise ValueError(f"{results}: no published runs below it; `normmatters publish RUNS` adds some")
     texts = {Path(page): _parts(Path(page)) for page in pages}
     read = {preset: collect([results / preset]) for preset in presets}
-    reports = [draw(runs, results / p / "report", command="make report", images=False) for p, runs in read.items()]
+    reports = [draw(runs, results / p / "report", command="make report") for p, runs in read.items()]
     named = list(zip(presets, reports))
     if drawn := picture_charts([report.collection for report in reports]):
         write_atomic(results / "picture.svg", picture(drawn).encode())

@@ -233,7 +233,7 @@ def test_divergence_is_a_result(tmp_path: Path) -> None:
     assert verdicts["fig3/l2_fp16_acc32"].verdict == "fails"
     assert "+0.90 points lost (±0.25, 3 paired seeds)" in verdicts["fig3/l2_fp16_acc32"].measured
     assert not runs.unfinished
-    page = write_report([tmp_path], tmp_path / "out", images=False).html.read_text()
+    page = write_report([tmp_path], tmp_path / "out").html.read_text()
     assert "<b>diverged</b>" in page
 
 
@@ -427,7 +427,7 @@ def test_claims_about_cells_that_were_not_run_are_counted_and_not_listed(tmp_pat
     write_run(tmp_path, "fig2/resnet18_l2", preset=preset, final=0.90)
     write_run(tmp_path, "fig2/resnet18_topk", preset=preset, finished=False)
     write_run(tmp_path, "fig4/wn", preset=preset, final=0.90)
-    report = write_report([tmp_path], tmp_path / "out", images=False)
+    report = write_report([tmp_path], tmp_path / "out")
     shown = {v.claim.a: v.measured for v in report.verdicts}
     # What did not finish stays in sight. fig2 has four claims more, fig4 seven; supp1, table2 and lean share cells
     # with them, but were not asked for.
@@ -448,7 +448,7 @@ def test_claims_about_cells_that_were_not_run_are_counted_and_not_listed(tmp_pat
 def test_the_command_for_what_is_left_is_of_the_folders_preset(tmp_path: Path, preset: str) -> None:
     """Fig. 1 is the same run at both."""
     write_run(tmp_path / preset, "fig1/wd_on", preset=preset)
-    report = write_report([tmp_path / preset], tmp_path / "out", images=False)
+    report = write_report([tmp_path / preset], tmp_path / "out")
     assert report.not_run.endswith(f"`normmatters reproduce fig1 --preset {preset}`.")
 
 

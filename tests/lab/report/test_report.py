@@ -30,7 +30,7 @@ def test_an_experiment_of_borrowed_cells_alone_is_not_shown(tmp_path: Path) -> N
         write_run(tmp_path, cell, preset="cifar")
     assert set(collect([tmp_path]).experiments) == {"supp1", "table1", "table2"}  # Table 2 judges them
     write_run(tmp_path, "lean/resnet56_l1_lean", preset="cifar")
-    lean = write_report([tmp_path], tmp_path / "report", images=False).markdown.read_text().partition("Lean memory")[2]
+    lean = write_report([tmp_path], tmp_path / "report").markdown.read_text().partition("Lean memory")[2]
     assert "ResNet-56, L2" in lean
 
 
@@ -46,13 +46,13 @@ def test_what_differs_from_the_paper_is_said(tmp_path: Path) -> None:
     assert cifar == [("precision", "bf16 autocast", "fp32"), *departs]
     write_run(tmp_path / "full", "fig1/wd_on", preset="full")
     assert differences(collect([tmp_path / "full"]).results.values()) == departs
-    page = write_report([tmp_path / "full"], tmp_path / "a", images=False).html.read_text()
+    page = write_report([tmp_path / "full"], tmp_path / "a").html.read_text()
     assert departs[0][0] in unescape(page)
     write_run(tmp_path / "own", "table2/transformer_l2", preset="full")
     assert differences(collect([tmp_path / "own"]).results.values()) == []
-    page = write_report([tmp_path / "own"], tmp_path / "c", images=False).html.read_text()
+    page = write_report([tmp_path / "own"], tmp_path / "c").html.read_text()
     assert "The paper’s own setting" in page
-    page = write_report([tmp_path / "quick"], tmp_path / "b", images=False).html.read_text()
+    page = write_report([tmp_path / "quick"], tmp_path / "b").html.read_text()
     assert "scikit-learn digits (8×8 grey images) instead of CIFAR-10" in page
     assert ("augment", "none", "yes") in quick
 
@@ -79,7 +79,7 @@ def test_a_setting_of_the_users_is_not_called_the_papers(tmp_path: Path) -> None
         ("clip norm", "2", "usual"),
         *((text, "", "") for text in load_cell("fig1/wd_on").paper.departs),
     ]
-    page = write_report([tmp_path], tmp_path / "out", images=False).html.read_text()
+    page = write_report([tmp_path], tmp_path / "out").html.read_text()
     assert "The paper’s own setting" not in page
     assert "Norm: l1 instead of l2" in page
 
@@ -126,7 +126,7 @@ def test_the_page_stands_alone_and_says_the_numbers(tmp_path: Path) -> None:
     assert ours in text
     assert text.count("## ") == len(EXPERIMENTS) + 1  # and what did not finish
     names = {p.name for p in report.figures}
-    assert {"fig1-0.svg", "fig1-0.png", "supp2-0.svg"} <= names
+    assert {"fig1-0.svg", "supp2-0.svg"} <= names
     for path in report.figures:
         assert path.stat().st_size > 1000
         assert f"figures/{path.with_suffix('.svg').name}" in text
@@ -137,7 +137,7 @@ def test_the_page_shows_figures_first_and_folds_the_rest(tmp_path: Path) -> None
         write_run(tmp_path / "runs", "fig2/resnet50_l2", seed=seed, final=0.9)
         write_run(tmp_path / "runs", "fig2/resnet50_l1", seed=seed, final=0.9)
         write_run(tmp_path / "runs", "fig1/wd_on", seed=seed, final=0.9)
-    page = write_report([tmp_path / "runs"], tmp_path / "out", images=False).html.read_text()
+    page = write_report([tmp_path / "runs"], tmp_path / "out").html.read_text()
     assert page.index('<svg class="chart"') < page.index("<details") < page.index("<table")
     assert page.count("Small networks on embedded data") == 1  # once for the page
     assert "ResNet-50: L1 equals L2 (here: ResNet-8 on scikit-learn digits (8×8 grey images))" in page
@@ -154,7 +154,7 @@ def test_runs_of_your_own_get_a_section(tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     config |= {"experiment": "my runs", "cell": "try", "label": "My <try>"}
     (folder / "config.json").write_text(json.dumps(config))
-    report = write_report([tmp_path], tmp_path / "out", images=False)
+    report = write_report([tmp_path], tmp_path / "out")
     page = report.html.read_text()
     assert 'id="my runs"' in page
     assert "(figures/my%20runs-0.svg)" in report.markdown.read_text()
@@ -167,7 +167,7 @@ def test_every_device_that_ran_is_named(tmp_path: Path) -> None:
     """The first run's was said to be that of the whole report."""
     for seed, device in enumerate(("cpu", "NVIDIA H200", "cpu")):
         write_run(tmp_path, "fig1/wd_on", seed=seed, device=device)
-    report = write_report([tmp_path], tmp_path / "out", images=False)
+    report = write_report([tmp_path], tmp_path / "out")
     assert "Device: cpu, NVIDIA H200 · torch: 2.13.0 ·" in report.markdown.read_text()
 
 
@@ -176,7 +176,7 @@ def test_a_translation_of_your_own_is_measured_by_perplexity(tmp_path: Path) -> 
     folder = write_run(tmp_path, "supp2/ln", ppl=7.25)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"experiment": "mine", "label": "My LSTM"}))
-    report = write_report([tmp_path], tmp_path / "out", images=False)
+    report = write_report([tmp_path], tmp_path / "out")
     assert "| My LSTM | – | 7.25 perplexity | 1 |" in report.markdown.read_text()
     assert "7.25 perplexity" in report.html.read_text()
 
@@ -185,7 +185,7 @@ def test_the_regimes_of_cells_with_the_same_label_are_all_told(tmp_path: Path) -
     """Figure 2 has an "L2" of ResNet-18 and one of ResNet-50, whose network was said to be that of all."""
     for cell in ("resnet18_l2", "resnet50_l2"):
         write_run(tmp_path, f"fig2/{cell}", preset="full")
-    page = write_report([tmp_path], tmp_path / "out", images=False).html.read_text()
+    page = write_report([tmp_path], tmp_path / "out").html.read_text()
     told = "L2 (resnet18_l2): ResNet-18; L2 (resnet50_l2): ResNet-50"
     assert f"<tr><td>Network</td><td>{told}</td></tr>" in page
 
@@ -204,7 +204,7 @@ def test_text_of_many_lines_is_one_in_markdown(tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"experiment": "mine", "label": "two\nlines"}))
     write_run(tmp_path, "fig1/wd_off", error="out of memory\n# tried to allocate 2 GiB")
-    text = write_report([tmp_path], tmp_path / "out", images=False).markdown.read_text()
+    text = write_report([tmp_path], tmp_path / "out").markdown.read_text()
     assert "| two lines | – |" in text
     assert "- fig1/wd_off, seed 0: out of memory # tried to allocate 2 GiB\n" in text
 
@@ -213,7 +213,7 @@ def test_an_experiment_may_be_called_anything(tmp_path: Path) -> None:
     folder = write_run(tmp_path, "fig1/wd_on")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"experiment": 'R&D "x" (1)'}))
-    report = write_report([tmp_path], tmp_path / "out", images=False)
+    report = write_report([tmp_path], tmp_path / "out")
     for figure in report.figures:
         ElementTree.parse(figure)
     page = report.html.read_text()
@@ -228,7 +228,7 @@ def test_a_cell_of_your_own_in_one_of_the_papers_experiments_is_shown(tmp_path: 
     folder = write_run(tmp_path, "fig1/wd_off", final=0.97)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"cell": "mine", "label": "My own"}))
-    report = write_report([tmp_path], tmp_path / "out", images=False)
+    report = write_report([tmp_path], tmp_path / "out")
     assert "| My own | – | 97.00 % | 1 |" in report.markdown.read_text()
     page = report.html.read_text()
     assert "97.00 %" in page
@@ -240,7 +240,7 @@ def test_a_run_of_your_own_may_have_the_name_of_a_borrowed_cell(tmp_path: Path) 
     folder = write_run(tmp_path, "table1/resnet56_bn", final=0.97)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"experiment": "table2", "cell": "resnet56_l2"}))
-    report = write_report([tmp_path], tmp_path / "out", images=False)
+    report = write_report([tmp_path], tmp_path / "out")
     assert "| 97.00 % | 1 |" in report.markdown.read_text()
 
 
@@ -283,7 +283,7 @@ def test_a_foreign_config_does_not_stop_the_report(tmp_path: Path) -> None:
     write_run(tmp_path, "fig1/wd_on")
     (tmp_path / "app").mkdir()
     (tmp_path / "app" / "config.json").write_text('{"port": 8080}')
-    report = write_report([tmp_path], tmp_path / "out", images=False)
+    report = write_report([tmp_path], tmp_path / "out")
     assert len(report.collection.runs) == 1
     assert "app: its config.json is no run's" in report.markdown.read_text()
     assert "config.json is no run" in report.html.read_text()
@@ -407,7 +407,7 @@ _PROBE = """<script>addEventListener("load", function () {
 def test_a_browser_shows_it(tmp_path: Path, width: int) -> None:
     runs = tmp_path / "runs"
     write_all(runs, seeds=1)
-    page = write_report([runs], tmp_path / "out", images=False).html
+    page = write_report([runs], tmp_path / "out").html
     text = page.read_text().replace(
         "<head>", "<head><script>window.errors=[];onerror=function(m){errors.push(m)}</script>"
     )

@@ -10,14 +10,14 @@ from pathlib import Path
 from normmatters.lab.experiments import experiment_names
 from normmatters.lab.files import write_atomic
 from normmatters.lab.report.collect import Collection, collect
-from normmatters.lab.report.figures import png, svg
+from normmatters.lab.report.figures import svg
 from normmatters.lab.report.judge import Verdict, judge_all, not_run
 from normmatters.lab.report.pages import html, markdown
 from normmatters.lab.report.sections import Section, sections_of
 
 __all__ = ["Collection", "Report", "Verdict", "collect", "draw", "judge_all", "write_report"]
 
-_FIGURE = re.compile(r"(\w+)-\d+\.(svg|png)")
+_FIGURE = re.compile(r"(\w+)-\d+\.svg")
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,7 @@ class Report:
 
 
 def write_report(
-    runs: Iterable[str | Path],
-    out: str | Path,
-    *,
-    command: str = "",
-    images: bool = True,
-    progress: Callable[[str], None] | None = None,
+    runs: Iterable[str | Path], out: str | Path, *, command: str = "", progress: Callable[[str], None] | None = None
 ) -> Report:
     """Turn the run folders below ``runs`` into ``out/report.html``, ``out/report.md`` and ``out/figures/*``.
 
@@ -49,10 +44,10 @@ def write_report(
     >>> write_report(["runs/quick"], "runs/quick/report").html        # doctest: +SKIP
     PosixPath('runs/quick/report/report.html')
     """
-    return draw(collect(runs, progress), out, command=command, images=images)
+    return draw(collect(runs, progress), out, command=command)
 
 
-def draw(collection: Collection, out: str | Path, *, command: str = "", images: bool = True) -> Report:
+def draw(collection: Collection, out: str | Path, *, command: str = "") -> Report:
     """:func:`write_report` of runs that have been read."""
     verdicts, missing = judge_all(collection), not_run(collection)
     sections = sections_of(collection, verdicts)
@@ -63,8 +58,6 @@ def draw(collection: Collection, out: str | Path, *, command: str = "", images: 
         for i, (_, chart) in enumerate(section.charts):
             name = f"{section.experiment.name}-{i}"
             figures.append(_write(folder / f"{name}.svg", svg(chart, standalone=True, id=name).encode()))
-            if images:
-                figures.append(_write(folder / f"{name}.png", png(chart)))
     page = _write(Path(out) / "report.html", html(collection, sections, verdicts, missing, command).encode())
     text = _write(Path(out) / "report.md", markdown(collection, sections, verdicts, missing).encode())
     names = experiment_names()

@@ -1,6 +1,6 @@
-"""One chart, three forms: inline SVG in the page's own colours, a standalone SVG, a PNG.
+"""Charts as SVG: inline in the page's own colours, standalone, or several beside each other for README.
 
-The SVG is a template, ``chart.svg``, because its colours must be CSS variables: it serves light and dark pages.
+The SVGs are templates, since their colours must be CSS variables: they serve light and dark pages.
 Series differ by colour and by dash, so that no reader depends on colour alone.
 """
 
@@ -16,12 +16,11 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
-__all__ = ["DARK", "DASHES", "LIGHT", "Chart", "Series", "legend_key", "picture", "png", "svg"]
+__all__ = ["DARK", "DASHES", "LIGHT", "Chart", "Series", "legend_key", "picture", "svg"]
 
 # Distinguishable for the common colour deficiencies and with >= 3:1 contrast on their background.
 LIGHT = ("#0b62b8", "#c2410c", "#0f7a55", "#8a3fb5", "#8a6a00", "#4b5563")
@@ -298,64 +297,6 @@ def legend_key(slot: int) -> str:
 def _stroke(slot: int) -> str:
     dash = _dash(slot)
     return (f' stroke-dasharray="{dash}"' if dash else "") + f' style="stroke:var(--s{slot % 6})"'
-
-
-def png(chart: Chart) -> bytes:
-    """The same chart by matplotlib, for places that take no SVG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6.4, 4.2))
-    axes = figure.add_axes((0.12, 0.12, 0.85, 0.8))
-    if chart.map:
-        _png_map(chart, axes)
-        FigureCanvasAgg(figure).print_png(image := io.BytesIO())
-        return image.getvalue()
-    if chart.log:
-        axes.set_yscale("log")
-    low, high = _y_range(chart)
-    axes.set_ylim(low, high)  # first: matplotlib looks for no limits of its own then, and 1e304 has none
-    ticks = _ticks(low, high, chart.log)
-    axes.set_yticks(ticks, [_number(tick) for tick in ticks])
-    axes.set_yticks([], minor=True)  # a logarithmic axis writes its own between them, as 6 × 10¹
-    for s in chart.series:
-        if not s.points:
-            continue
-        x, mean, least, most = zip(*s.points, strict=True)
-        dash = _dash(s.slot)
-        style = (0, tuple(float(d) for d in dash.split())) if dash else "-"
-        axes.plot(x, mean, color=LIGHT[s.slot % 6], linestyle=style, linewidth=1.7, label=s.label)
-        if chart.against:
-            axes.vlines(x, least, most, color=LIGHT[s.slot % 6], linewidth=1.3)
-            axes.plot(x, mean, "o", color=LIGHT[s.slot % 6], markersize=3.5)
-        else:
-            axes.fill_between(x, least, most, color=LIGHT[s.slot % 6], alpha=0.13, linewidth=0)
-        if s.paper is not None:
-            axes.plot(1.012, s.paper, "<", color=LIGHT[s.slot % 6], transform=axes.get_yaxis_transform(), clip_on=False)
-    axes.set(title=chart.title, xlabel=chart.x_label, ylabel=chart.axis)
-    if chart.against:
-        axes.set_xscale("log")
-        ticks_x = Frame(chart, _AREA, (low, high)).x_ticks
-        axes.set_xticks(list(ticks_x), list(ticks_x.values()))
-        axes.set_xticks([], minor=True)
-    axes.grid(axis="y", color="#e3e7ec")
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8.5)
-    FigureCanvasAgg(figure).print_png(image := io.BytesIO())
-    return image.getvalue()
-
-
-def _png_map(chart: Chart, axes: Any) -> None:
-    places = sorted({x for s in chart.series for x, *_ in s.points})
-    for row, s in enumerate(chart.series):
-        for x, mean, *_ in s.points:
-            color, place = (LIGHT[0], _shade(chart, mean)), places.index(x)
-            axes.fill_between([place - 0.5, place + 0.5], row - 0.5, row + 0.5, facecolor=color, linewidth=0)
-            axes.text(place, row, _short(mean), ha="center", va="center")
-    axes.set_xticks(range(len(places)), [f"{x:g}" for x in places])
-    axes.set_yticks(range(len(chart.series)), [s.label for s in chart.series])
-    axes.set(title=f"{chart.title}: {chart.axis}", xlabel=chart.x_label)
-    axes.spines[:].set_visible(False)
 
 
 def _short(value: float) -> str:
