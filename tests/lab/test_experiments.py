@@ -353,9 +353,7 @@ def test_numerals_are_both_languages_own() -> None:
 
 
 def test_numeral_splits_are_disjoint_and_fixed() -> None:
-    parts = splits(100, 20, 30)
-    assert [len(parts[k][0]) for k in ("train", "val", "test")] == [100, 20, 30]
-    assert len({line for source, _ in parts.values() for line in source}) == 150
-    assert parts == splits(100, 20, 30)
-    with pytest.raises(ValueError, match="at most 10000"):
-        splits(LIMIT, 1, 1)
+    parts = splits()
+    assert [len(parts[k][0]) for k in ("train", "val", "test")] == [8000, 1000, 1000]
+    assert len({line for source, _ in parts.values() for line in source}) == LIMIT
+    assert parts == splits()

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
-import tarfile
 import tempfile
-import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -21,7 +18,6 @@ from normmatters.lab.data.images import Splits
 URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 FOLDER = "cifar-10-batches-bin"
 ARCHIVE = "cifar-10-binary.tar.gz"
-ARCHIVE_MD5 = "c32a1d4ab5d03f1284b67883e8d87530"  # as the official page gives it
 SHA256 = {
     "data_batch_1.bin": "cee916563c9f80d84e3cc88e17fdc0941787f1244f00a67874d45b261883ada5",
     "data_batch_2.bin": "a591ca11fa1708a91ee40f54b3da4784ccd871ecf2137de63f51ada8b3fa57ed",
@@ -30,15 +26,13 @@ SHA256 = {
     "data_batch_5.bin": "755304fc0b379caeae8c14f0dac912fbc7d6cd469eb67a1029a08a39453a9add",
     "test_batch.bin": "8e2eb146ae340b09e24670f29cabc6326dba54da8789dab6768acf480273f65b",
 }
-_RECORD = 1 + 3 * 32 * 32
-_BYTES = 10000 * _RECORD
+_RECORD = 1 + 3 * 32 * 32  # bytes of a label and an image
 
 
 def load(folder: Path) -> Splits:
     """``train_x, train_y, test_x, test_y``: uint8 N×32×32×3 and int64 labels, from the six .bin files in ``folder``."""
     parts = [_read(folder / name) for name in SHA256]
-    train = np.concatenate(parts[:5])
-    return (*_split(train), *_split(parts[5]))
+    return (*_split(np.concatenate(parts[:5])), *_split(parts[5]))
 
 
 def _read(path: Path) -> np.ndarray:
@@ -47,11 +41,8 @@ def _read(path: Path) -> np.ndarray:
         raw = path.read_bytes()
     except FileNotFoundError:
         raise ValueError(f"CIFAR-10: {path} is missing: {again}") from None
-    if len(raw) != _BYTES:
-        problem = f"is truncated or not the file, with {len(raw)} bytes, expected {_BYTES}"
-        raise ValueError(f"CIFAR-10: {path} {problem}: {again}")
     if (got := hashlib.sha256(raw).hexdigest()) != SHA256[path.name]:
-        raise ValueError(f"CIFAR-10: {path} has sha256 {got}, expected {SHA256[path.name]}: it is damaged: {again}")
+        raise ValueError(f"CIFAR-10: {path} is damaged, with sha256 {got}, expected {SHA256[path.name]}: {again}")
     return np.frombuffer(raw, np.uint8).reshape(-1, _RECORD)
 
 
@@ -69,66 +60,40 @@ def find(data_dir: Path) -> Path | None:
 
 
 def prepare(data_dir: Path, *, url: str = URL) -> Path:
-    """Make sure that ``data_dir`` holds the files: those there, else the archive there, else the download.
+    """Make sure that ``data_dir`` holds the files: those there, else from the archive there, else from the download.
 
-    Nothing half written is left: files arrive under temporary names and are renamed once they are checked. Of runs
-    side by side one does it, and the others wait.
+    Nothing half written stays: files are unpacked elsewhere, and moved once they are checked. If several runs start at
+    once, one does it and the others wait.
     """
     try:
         data_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"cannot create the data folder {data_dir}: {error}") from None
-    with FileLock(data_dir / ".cifar10.lock"):
-        files = find(data_dir)
-        if files is None and any((data_dir / FOLDER).glob("*")):
-            files = data_dir / FOLDER  # a part of it: the error names the first file that is missing
+    with FileLock(data_dir / ".cifar10.lock"), tempfile.TemporaryDirectory(dir=data_dir, prefix=".cifar10-") as scratch:
+        target = data_dir / FOLDER
+        files = find(data_dir) or (target if any(target.glob("*")) else None)  # of a part, the first missing is named
         if files is not None:
-            for name in SHA256:
-                _read(files / name)
+            load(files)
             return files
-        archive = data_dir / ARCHIVE
+        archive, advice = data_dir / ARCHIVE, "delete it and retry"
         if not archive.is_file():
+            archive, advice = Path(scratch) / ARCHIVE, f"{url} has sent it; nothing was kept"
             _download(url, archive)
-        return _unpack(archive, data_dir)
-
-
-def _md5(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
+        try:
+            shutil.unpack_archive(archive, scratch, filter="data")
+            load(Path(scratch) / FOLDER)
+        except Exception as error:  # there are many ways in which an archive may be damaged
+            raise ValueError(f"CIFAR-10: {archive} is truncated or another file ({error}): {advice}") from None
+        return (Path(scratch) / FOLDER).replace(target)
 
 
 def _download(url: str, target: Path) -> None:
-    descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=".download-")
-    partial = Path(name)
     try:
-        with os.fdopen(descriptor, "wb") as file, urllib.request.urlopen(url, timeout=30) as response:
+        with target.open("wb") as file, urllib.request.urlopen(url, timeout=30) as response:
             shutil.copyfileobj(response, file)
-        if (got := _md5(partial)) != ARCHIVE_MD5:
-            raise ValueError(f"CIFAR-10: what {url} sent has md5 {got}, expected {ARCHIVE_MD5}; nothing was kept")
-        partial.replace(target)
-    except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
+    except OSError as error:
         raise ValueError(
-            f"CIFAR-10 is not in {target.parent} and cannot be downloaded ({error}). "
+            f"CIFAR-10 is not in {target.parent.parent} and cannot be downloaded ({error}). "
             f"Put {ARCHIVE} from {URL} there, or the folder {FOLDER} with its .bin files, "
             "and name the folder with --data-dir or NORMMATTERS_DATA."
         ) from None
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def _unpack(archive: Path, data_dir: Path) -> Path:
-    if (got := _md5(archive)) != ARCHIVE_MD5:
-        raise ValueError(
-            f"CIFAR-10: {archive} has md5 {got}, expected {ARCHIVE_MD5}: truncated or another file; delete it and retry"
-        )
-    with tempfile.TemporaryDirectory(dir=data_dir, prefix=".unpack-") as scratch:
-        try:
-            with tarfile.open(archive, "r:gz") as tar:
-                tar.extractall(scratch, filter="data")
-        except (tarfile.TarError, EOFError, OSError) as error:
-            raise ValueError(f"CIFAR-10: {archive} cannot be unpacked: {error}") from None
-        fresh = Path(scratch) / FOLDER
-        for name in SHA256:
-            _read(fresh / name)
-        fresh.replace(data_dir / FOLDER)
-    return data_dir / FOLDER

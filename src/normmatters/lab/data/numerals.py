@@ -11,22 +11,18 @@ import random
 __all__ = ["LIMIT", "english", "german", "splits"]
 
 LIMIT = 10_000
-
-
-def _words(*lines: str) -> list[str]:
-    return " ".join(lines).split()
-
-
-_EN_ONES = _words(
-    "zero one two three four five six seven eight nine ten",
-    "eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen",
+_EN, _EN_TENS, _DE, _DE_TENS = (
+    words.split()
+    for words in (
+        "zero one two three four five six seven eight nine ten eleven twelve "
+        "thirteen fourteen fifteen sixteen seventeen eighteen nineteen",
+        "- - twenty thirty forty fifty sixty seventy eighty ninety",
+        "null eins zwei drei vier fünf sechs sieben acht neun zehn elf zwölf "
+        "dreizehn vierzehn fünfzehn sechzehn siebzehn achtzehn neunzehn",
+        "- - zwanzig dreißig vierzig fünfzig sechzig siebzig achtzig neunzig",
+    )
 )
-_EN_TENS = _words("- - twenty thirty forty fifty sixty seventy eighty ninety")
-_DE_ONES = _words(
-    "null eins zwei drei vier fünf sechs sieben acht neun zehn",
-    "elf zwölf dreizehn vierzehn fünfzehn sechzehn siebzehn achtzehn neunzehn",
-)
-_DE_TENS = _words("- - zwanzig dreißig vierzig fünfzig sechzig siebzig achtzig neunzig")
+_DE_FACTORS = ["", "ein", *_DE[2:10]]  # one digit inside a word: "ein", not "eins"
 
 
 def english(number: int) -> str:
@@ -35,18 +31,14 @@ def english(number: int) -> str:
     >>> english(2041)
     'two thousand forty-one'
     """
-    _check(number)
-    parts = []
-    if number >= 1000:
-        parts += [_EN_ONES[number // 1000], "thousand"]
-    if number % 1000 >= 100:
-        parts += [_EN_ONES[number % 1000 // 100], "hundred"]
-    rest = number % 100
+    thousands, hundreds, rest = number // 1000, number % 1000 // 100, number % 100
+    words = [_EN[thousands], "thousand"] if thousands else []
+    words += [_EN[hundreds], "hundred"] if hundreds else []
     if rest >= 20:
-        parts.append(_EN_TENS[rest // 10] + (f"-{_EN_ONES[rest % 10]}" if rest % 10 else ""))
-    elif rest or not parts:
-        parts.append(_EN_ONES[rest])
-    return " ".join(parts)
+        words.append(_EN_TENS[rest // 10] + (f"-{_EN[rest % 10]}" if rest % 10 else ""))
+    elif rest or not words:
+        words.append(_EN[rest])
+    return " ".join(words)
 
 
 def german(number: int) -> str:
@@ -55,35 +47,17 @@ def german(number: int) -> str:
     >>> german(2041)
     'zweitausendeinundvierzig'
     """
-    _check(number)
-    word = ""
-    if number >= 1000:
-        word += _joint(number // 1000) + "tausend"
-    if number % 1000 >= 100:
-        word += _joint(number % 1000 // 100) + "hundert"
-    rest = number % 100
+    thousands, hundreds, rest = number // 1000, number % 1000 // 100, number % 100
+    word = f"{_DE_FACTORS[thousands]}tausend" if thousands else ""
+    word += f"{_DE_FACTORS[hundreds]}hundert" if hundreds else ""
     if rest >= 20:
-        word += (_joint(rest % 10) + "und" if rest % 10 else "") + _DE_TENS[rest // 10]
-    elif rest or not word:
-        word += _DE_ONES[rest]
-    return word
+        return word + (f"{_DE_FACTORS[rest % 10]}und" if rest % 10 else "") + _DE_TENS[rest // 10]
+    return word + _DE[rest] if rest or not word else word
 
 
-def splits(train: int, val: int, test: int) -> dict[str, tuple[list[str], list[str]]]:
-    """``{"train": (english, german), "val": ..., "test": ...}``: disjoint draws from 0..9999, the same ever again."""
-    if min(train, val, test) < 0 or train + val + test > LIMIT:
-        raise ValueError(f"expected sizes of at least 0 that sum to at most {LIMIT}, got {train}, {val} and {test}")
+def splits() -> dict[str, tuple[list[str], list[str]]]:
+    """``{"train": (english, german), "val": ..., "test": ...}``: a fixed shuffle of all numbers, cut into three."""
     numbers = list(range(LIMIT))
     random.Random(0).shuffle(numbers)
-    cuts = {"train": numbers[:train], "val": numbers[train : train + val], "test": numbers[train + val :][:test]}
+    cuts = {"train": numbers[:8000], "val": numbers[8000:9000], "test": numbers[9000:]}
     return {name: ([english(n) for n in part], [german(n) for n in part]) for name, part in cuts.items()}
-
-
-def _joint(digit: int) -> str:
-    """A one-digit factor inside a German word: "ein", not "eins"."""
-    return "ein" if digit == 1 else _DE_ONES[digit]
-
-
-def _check(number: int) -> None:
-    if not 0 <= number < LIMIT:
-        raise ValueError(f"expected a number from 0 to {LIMIT - 1}, got {number}")

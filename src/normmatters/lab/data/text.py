@@ -190,7 +190,7 @@ class TextLoader:
 
 
 def _numbers(config: DataConfig, split: str) -> Pairs:
-    every = numerals.splits(8000, 1000, 1000)
+    every = numerals.splits()
     if split not in every:
         raise ValueError(f"the embedded numbers have splits {', '.join(every)}; got {split!r}")
     side = dict(zip(("en", "de"), every[split]))
@@ -202,15 +202,18 @@ def _numbers(config: DataConfig, split: str) -> Pairs:
 
 @dataclass(frozen=True)
 class TextData:
-    """What a translation run needs; ``references[split]`` are the raw target lines for BLEU."""
+    """What a translation run needs; ``references`` are the test set's raw target lines, for BLEU."""
 
     train: TextLoader
     val: TextLoader
     test_sources: list[list[int]]
     references: list[str]
     tokenizer: Any
-    vocab_size: int
     max_length: int
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.tokenizer.get_vocab_size())
 
     def decode(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode([i for i in ids if i > EOS]))
@@ -224,15 +227,8 @@ def load(
 ) -> TextData:
     """``cache``: a folder for the learned tokenizer, so that a resumed run has the same one."""
     encoded = read_encoded(config, folder, cache)
-    data = TextData(
-        train=TextLoader(encoded.train, config.tokens, seed, shard, device),
-        val=TextLoader(encoded.val, config.tokens, seed, shard, device),
-        test_sources=encoded.test_sources,
-        references=encoded.references,
-        tokenizer=encoded.tokenizer,
-        vocab_size=encoded.tokenizer.get_vocab_size(),
-        max_length=config.max_length,
-    )
+    train, val = (TextLoader(pairs, config.tokens, seed, shard, device) for pairs in encoded[:2])
+    data = TextData(train, val, *encoded[2:], config.max_length)
     if cache is not None and not (cache / _TOKENIZER).is_file():
         data.save_tokenizer(cache)
     return data
