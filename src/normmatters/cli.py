@@ -28,8 +28,6 @@ from normmatters.doctor.cli import doctor
 if TYPE_CHECKING:
     from normmatters.lab.report import Report
 
-__all__ = ["app", "main"]
-
 _HELP = """Norm-aware training, and every figure and table of "Norm matters" by one command.
 
 [bold]Start here[/]

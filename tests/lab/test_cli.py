@@ -211,7 +211,8 @@ def test_train_runs_a_cell_and_goes_on(run: Run, tmp_path: Path, monkeypatch: py
     words += ["--out", str(folder)]
     other = run(*words, "--set", "optim.lr=0.3")
     assert other.returncode == 2
-    assert "another run (optim.lr: 0.1 and 0.3): choose another folder, or throw it away (--fresh" in other.stderr
+    said = "a run of other settings (optim.lr: 0.1 and 0.3): choose another folder, or throw it away (--fresh"
+    assert said in other.stderr
     assert json.loads((folder / "summary.json").read_text()) == summary
     fresh = run(*words, "--set", "optim.lr=0.3", "--fresh")
     assert fresh.returncode == 0, fresh.stderr

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from normmatters.lab.config import RunConfig, from_dict
+from normmatters.lab.errors import RunError
 from normmatters.lab.plan import PlannedRun, make_plan
 from normmatters.lab.processes import Processes, train_when_free
-from normmatters.lab.run import RunError, train
+from normmatters.lab.run import train
 from normmatters.lab.runner import Runner
 from normmatters.lab.side_by_side.threads import Threads
 from support.fake_graphs import ThreadRunner

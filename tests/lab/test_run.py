@@ -322,7 +322,7 @@ def test_unwritable_folder_other_run_and_second_process(tmp_path: Path) -> None:
     assert caught.value.kind == "folder"
 
     finished = train(small_run(optim={"epochs": 1}), tmp_path / "run").metrics
-    with pytest.raises(RunError, match=r"holds another run \(seed: 0 and 9\)"):
+    with pytest.raises(RunError, match=r"holds a run of other settings \(seed: 0 and 9\)"):
         train(small_run(optim={"epochs": 1}, seed=9), tmp_path / "run")
     assert read_json(tmp_path / "run" / "summary.json") == finished
     assert not (tmp_path / "run" / "error.json").exists()

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from normmatters.lab.config import DataConfig, ModelConfig, from_dict
 from normmatters.lab.data import TextData, load_data
 from normmatters.lab.data.text import BOS, EOS, PAD
-from normmatters.lab.models import Translator, build_text_model
+from normmatters.lab.models import build_text_model
+from normmatters.lab.models.layers import Translator
 from normmatters.lab.run import train
 from normmatters.lab.translate import beam_search, bleu, length_penalty, translate
 

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from normmatters.bench.harness import Axes, Row, Setup
 
-__all__ = ["NAMES", "run"]
-
 #: Each is a module with ``AXES``, the names of its rows axis by axis, and ``rows(setup)``.
 NAMES = ("layers", "resnet50", "layernorm", "weightnorm", "optim", "cpu")
 RESULTS = Path("results/bench")

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from normmatters.doctor import Diagnosis
 
-__all__ = ["doctor"]
-
 _DTYPES = ("float32", "float16", "bfloat16")
 _FILES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 # Where training programs put the state_dict in what they save.

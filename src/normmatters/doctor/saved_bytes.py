@@ -23,8 +23,6 @@ from normmatters.nn.batchnorm_base import LpBatchNorm
 from normmatters.probe import call
 from normmatters.surgery.plan import plan_fusion
 
-__all__ = ["Ghosts", "Kept"]
-
 
 class Kept(NamedTuple):
     """Bytes kept for the backward pass: now, and after ``convert`` with ``memory="exact"`` and ``"lean"`` on a GPU.

@@ -40,8 +40,6 @@ from typing import Literal
 from normmatters.lab.experiments import folder, load_cell, matching
 from normmatters.lab.schema import build
 
-__all__ = ["CLAIMS", "Claim", "Rule"]
-
 Rule = Literal["better", "equal", "near", "follows", "departs", "collapses", "diverges", "sooner", "cheaper"]
 
 

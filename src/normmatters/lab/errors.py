@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 from pathlib import Path
 
-__all__ = ["RunError", "describe_error", "expected_message", "write_error"]
-
 _NO_MEMORY = (
     "allocate memory",
     "out of memory",

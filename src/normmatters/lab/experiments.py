@@ -18,34 +18,20 @@ A cell file is a run's config (see ``config.py``) with a few more keys, which ar
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
 from functools import cache
 from itertools import product
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from normmatters.lab import config as _config
 from normmatters.lab.config import RunConfig
 from normmatters.lab.schema import build, suggest
 
-__all__ = [
-    "PRESETS",
-    "Cell",
-    "Paper",
-    "check_data",
-    "check_preset",
-    "experiment_names",
-    "folder",
-    "load_cell",
-    "load_cells",
-    "load_file",
-    "matching",
-]
-
-PRESETS = ("quick", "small", "short", "cifar", "full")
+Preset = Literal["quick", "small", "short", "cifar", "full"]
+PRESETS: tuple[Preset, ...] = get_args(Preset)
 _USUAL = tuple(name for name in PRESETS if name != "small")
-_METRICS = ("accuracy", "bleu", "ppl")
 
 
 @dataclass(frozen=True)
@@ -55,12 +41,22 @@ class Paper:
     ``regime`` is what the paper has where the cell's body has something else, ``departs`` what no setting can say.
     """
 
-    metric: str = "accuracy"
+    metric: Literal["accuracy", "bleu", "ppl"] = "accuracy"
     value: float | None = None
     setting: str = ""
     note: str = ""
     departs: tuple[str, ...] = ()
     regime: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Keys:
+    """The keys of a cell's file that are no settings of its run."""
+
+    paper: Paper = field(default_factory=Paper)
+    preset: Mapping[Preset, Mapping[str, Any]] = field(default_factory=dict)
+    same_as: str | None = None
+    only: tuple[Preset, ...] = _USUAL
 
 
 @dataclass(frozen=True)
@@ -71,10 +67,10 @@ class Cell:
     label: str
     path: Path
     table: Mapping[str, Any]
-    presets: Mapping[str, Mapping[str, Any]]
+    presets: Mapping[Any, Mapping[str, Any]]
     paper: Paper
     same_as: str | None = None
-    only: tuple[str, ...] = _USUAL
+    only: tuple[Preset, ...] = _USUAL
     point: Mapping[str, Any] = field(default_factory=dict)  # of its file's grid: what no preset changes
 
     @property
@@ -181,30 +177,15 @@ def _read_cells(path: Path) -> list[Cell]:
 def _read_cell(path: Path, table: dict[str, Any], point: Mapping[str, Any] | None = None) -> Cell:
     """The cell of a file's table, and of a point of its grid."""
     table = dict(table)
-    said = dict(table.pop("paper", {}))
-    regime = said.pop("regime", {})
-    paper = replace(build(Paper, said, "paper.", str(path)), regime=regime)
-    if paper.metric not in _METRICS:
-        raise ValueError(f"{path}: [paper] metric {paper.metric!r}{suggest(paper.metric, _METRICS)}")
-    presets = table.pop("preset", {})
-    same_as = table.pop("same_as", None)
-    only = table.pop("only", list(_USUAL))
-    if not isinstance(same_as, str | None):
-        raise ValueError(f"{path}: same_as must be a cell such as 'fig1/wd_on', got {same_as!r}")
-    if not isinstance(only, list):
-        raise ValueError(f"{path}: only must be a list of presets, got {only!r}")
-    if not isinstance(presets, Mapping) or not all(isinstance(change, Mapping) for change in presets.values()):
-        raise ValueError(f"{path}: expected tables such as [preset.quick], got preset = {presets!r}")
-    if same_as and (lost := [*(table.keys() - {"experiment", "cell", "label"}), *presets]):
-        problem = f"the same as {same_as}, whose settings count: {', '.join(sorted(lost))} would be ignored"
+    own = {key.name: table.pop(key.name) for key in fields(_Keys) if key.name in table}
+    keys: _Keys = build(_Keys, own, "", str(path))
+    if keys.same_as and (lost := [*(table.keys() - {"experiment", "cell", "label"}), *keys.preset]):
+        problem = f"the same as {keys.same_as}, whose settings count: {', '.join(sorted(lost))} would be ignored"
         raise ValueError(f"{path}: {problem}")
-    for what, names in (("[preset.{}]", presets), ("only = [{!r}]", only)):
-        for name in names:
-            if name not in PRESETS:
-                raise ValueError(f"{path}: {what.format(name)}{suggest(str(name), PRESETS)}")
     experiment, name = table.setdefault("experiment", path.resolve().parent.name), table.setdefault("cell", path.stem)
     label = table.get("label") or name
-    cell = Cell(f"{experiment}/{name}", label, path, table, presets, paper, same_as, tuple(only), point or {})
+    same_as, only = keys.same_as, keys.only
+    cell = Cell(f"{experiment}/{name}", label, path, table, keys.preset, keys.paper, same_as, only, point or {})
     if same_as is None:
         for preset in PRESETS:
             cell.config(preset)

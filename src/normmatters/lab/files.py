@@ -11,8 +11,6 @@ from typing import Any
 
 from normmatters.lab.errors import write_error
 
-__all__ = ["read_json", "read_object", "read_plain", "read_value", "write_atomic"]
-
 _LARGEST = 1 << 28  # bytes of a text file that one of our commands wrote; a checkpoint is no such file
 
 

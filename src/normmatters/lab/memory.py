@@ -7,8 +7,6 @@ from pathlib import Path
 
 from normmatters.lab.config import RunConfig
 
-__all__ = ["check_memory", "free_bytes", "need_bytes"]
-
 _GIB = 2**30
 # Activations of one training image in fp32, in MiB, at the size that the network is made for (side in pixels).
 _IMAGE_MIB = {

@@ -9,8 +9,6 @@ from typing import Any
 from normmatters.lab.experiments import folder, matching
 from normmatters.lab.schema import build
 
-__all__ = ["EXPERIMENTS", "PICTURE", "Experiment", "Panel"]
-
 
 @dataclass(frozen=True)
 class Panel:

@@ -13,8 +13,6 @@ from normmatters.lab.experiments import check_data, check_preset, load_cell, loa
 from normmatters.lab.report.collect import published_file, read_published
 from normmatters.lab.run_folder import RunFolder, read_metrics
 
-__all__ = ["PlannedRun", "make_plan"]
-
 State = Literal["waiting", "running", "done", "failed", "skipped"]
 
 
@@ -124,18 +122,9 @@ def make_plan(
 def _check_folder(run: PlannedRun) -> None:
     """Mark a run that has ended; refuse a folder of another one."""
     folder = RunFolder(run.folder)
-    try:
-        there = folder.config()
-    except ValueError as error:
-        problem = f"holds a run that cannot be read ({error})"
-        raise ValueError(f"{run.folder}: {problem}; remove it or choose another --out") from None
-    if there is None:
-        return
-    if differs := _config.differences(there, run.config):
-        if folder.has_results():
-            problem = f"holds a run of other settings ({', '.join(differs)})"
-            raise ValueError(f"{run.folder}: {problem}; remove it or choose another --out")
-    elif folder.ended():
+    if problem := folder.conflict(run.config):
+        raise ValueError(f"{run.folder} {problem}; remove it or choose another --out")
+    if (run.folder / "config.json").exists() and folder.ended():
         run.state = "done"
 
 

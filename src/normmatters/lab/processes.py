@@ -19,8 +19,6 @@ from typing import Any, TextIO
 
 from normmatters.lab.config import RunConfig
 
-__all__ = ["Processes", "train_when_free"]
-
 _WAIT_FOR_FOLDER_S = 30  # which another process is about to leave
 
 

@@ -26,8 +26,6 @@ from normmatters.lab.report.pages import row
 from normmatters.lab.report.sections import picture_charts
 from normmatters.lab.schema import suggest
 
-__all__ = ["publish", "redraw"]
-
 END = "<!-- end of numbers -->"
 _MARKED = re.compile(rf"<!-- numbers: ([\w ]+?) -->.*?{END}", re.DOTALL)
 _DIGITS = 6

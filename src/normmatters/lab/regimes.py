@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -71,23 +71,22 @@ def find_recording(run_dir: Path, config: RunConfig, reference_dir: str | Path |
 _HOW = ("fused", "foreach", "capturable")  # of a parameter group: by which kernels, not which numbers
 
 
+@dataclass(eq=False)
 class Regime:
-    """Optimizer, schedule and recorder of one run, as one thing to step, save and load."""
+    """Optimizer, schedule and recorder of one run, as one thing to step, save and load.
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        config: OptimConfig,
-        steps_per_epoch: int,
-        norm_schedule: NormSchedule | None,
-        recorder: NormRecorder | None,
-        watched: dict[str, tuple[Tensor, int | None]],
-        capturable: bool,
-    ) -> None:
-        self.optimizer, self.config, self.steps_per_epoch = optimizer, config, steps_per_epoch
-        self.norm_schedule, self.recorder, self.watched = norm_schedule, recorder, watched
-        self.capturable = capturable
-        self._factor: float | None = None
+    ``watched``: the weights whose norms are described, with their channel dimensions.
+    ``capturable``: whether a CUDA graph may hold the optimizer's step.
+    """
+
+    optimizer: Optimizer
+    config: OptimConfig
+    steps_per_epoch: int
+    norm_schedule: NormSchedule | None
+    recorder: NormRecorder | None
+    watched: dict[str, tuple[Tensor, int | None]]
+    capturable: bool
+    _factor: float | None = None  # of the learning rate, as it is set now
 
     @property
     def lr(self) -> float:

@@ -23,16 +23,14 @@ from normmatters.lab.data import ImageData, Shard, TextData, load_data
 from normmatters.lab.errors import RunError, describe_error
 from normmatters.lab.execution import Execution, execution_for, first_process_first, from_first_process, process_group
 from normmatters.lab.files import write_atomic
-from normmatters.lab.models import Translator, build_model
-from normmatters.lab.models.layers import draw_from
+from normmatters.lab.models import build_model
+from normmatters.lab.models.layers import Translator, draw_from
 from normmatters.lab.objective import Classification, Objective, Translation
 from normmatters.lab.regimes import Regime, build_regime, find_invariant, find_recording
 from normmatters.lab.run_folder import RunFolder, RunResult
 from normmatters.lab.steps import Arithmetic, Evaluation, Stepper
 from normmatters.lab.translate import bleu, translate
 from normmatters.nn.sync import convert_sync_batchnorm
-
-__all__ = ["RunError", "RunResult", "train"]
 
 Progress = Callable[[dict[str, Any]], None]
 
@@ -171,7 +169,7 @@ class TrainingRun:
             self.generator = torch.Generator(device).manual_seed((config.seed * 1_000_003 - 1) % (1 << 63))
             draw_from(model, self.generator)
         self.stepper, self.evaluation = execution.prepare(
-            Stepper(wrapped, self.objective, self.regime, self.arithmetic, self.scaler, clip_norm=optim.clip_norm),
+            Stepper(wrapped, self.objective, self.regime, self.arithmetic, self.scaler, optim.clip_norm),
             Evaluation(model, self.objective, self.arithmetic, execution.pause),
             self.data,
             self.generator,

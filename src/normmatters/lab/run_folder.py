@@ -24,7 +24,7 @@ import torch
 from filelock import FileLock, Timeout
 
 import normmatters
-from normmatters.lab.config import RunConfig, config_hash, differences, from_dict, to_json
+from normmatters.lab.config import RunConfig, differences, from_dict, to_json
 from normmatters.lab.errors import RunError, write_error
 from normmatters.lab.files import read_json, read_object, read_plain, write_atomic
 from normmatters.provenance import commit, device_name
@@ -66,22 +66,22 @@ class RunFolder:
     def __exit__(self, *_: object) -> None:
         self._lock.release()  # the system does so for a process that was killed
 
-    def check(self, config: RunConfig) -> None:
-        """Refuse a folder that holds another run, unless that one has not trained for an epoch: it is cleared then."""
+    def conflict(self, config: RunConfig) -> str:
+        """What the folder holds of another run than this one; empty if it holds none, or none that has results."""
         try:
             old = self.config()
         except ValueError as error:
-            problem = f"{self.path} holds a run that cannot be read ({error})"
-            raise RunError("other_run", f"{problem}; choose another folder") from None
-        if old is None or config_hash(old) == config_hash(config):
-            return
-        if self.has_results():
-            raise RunError(
-                "other_run",
-                f"{self.path} holds another run ({', '.join(differences(old, config))}): "
-                "choose another folder, or throw it away (--fresh)",
-            )
-        self.clear()
+            return f"holds a run that cannot be read ({error})"
+        if old is None or not (differs := differences(old, config)) or not self.has_results():
+            return ""
+        return f"holds a run of other settings ({', '.join(differs)})"
+
+    def check(self, config: RunConfig) -> None:
+        """Refuse a folder with another run's results. What another run without results has left is cleared."""
+        if problem := self.conflict(config):
+            raise RunError("other_run", f"{self.path} {problem}: choose another folder, or throw it away (--fresh)")
+        if (old := self.config()) is not None and differences(old, config):
+            self.clear()
 
     def config(self) -> RunConfig | None:
         """The config of the run in this folder; None where there is none. Raises ValueError where it cannot be read."""

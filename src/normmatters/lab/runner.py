@@ -19,8 +19,6 @@ from normmatters.lab.plan import PlannedRun, State
 from normmatters.lab.processes import Processes
 from normmatters.lab.run_folder import RunFolder
 
-__all__ = ["Launcher", "Runner", "Worker"]
-
 
 class Worker(Protocol):
     """One run that was started. ``error`` gives the kind and message of what ended it.

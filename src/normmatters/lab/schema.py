@@ -7,6 +7,7 @@ import difflib
 import functools
 import types
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 
@@ -59,8 +60,11 @@ def _convert(value: Any, hint: Any, key: str, origin: str) -> Any:
     result = _match(value, hint)
     if result is _NO:
         options = [a for a in _flatten(hint) if isinstance(a, str)]
-        expected = f"one of {', '.join(options)}" if options else _describe(hint)
-        near = meant(value, options) if isinstance(value, str) else ""
+        kind = {tuple: "a list of", Mapping: "tables named"}.get(get_origin(hint), "one of")  # type: ignore[arg-type]
+        expected = f"{kind} {', '.join(options)}" if options else str(hint).replace("<class '", "").replace("'>", "")
+        words = [value] if isinstance(value, str) else value if isinstance(value, list | Mapping) else []
+        unknown = [word for word in words if isinstance(word, str) and word not in options]
+        near = meant(unknown[0], options) if unknown else ""
         raise ValueError(f"{origin}: {key} must be {expected}, got {value!r}{near}")
     return result
 
@@ -80,6 +84,13 @@ def _match(value: Any, hint: Any) -> Any:
             return _NO
         items = tuple(_match(v, get_args(hint)[0]) for v in value)
         return _NO if any(i is _NO for i in items) else items
+    if kind is Mapping:
+        if not isinstance(value, Mapping):
+            return _NO
+        table = {_match(k, get_args(hint)[0]): _match(v, get_args(hint)[1]) for k, v in value.items()}
+        return _NO if any(i is _NO for i in chain(table, table.values())) else table
+    if hint is Any:
+        return value
     if hint is type(None):
         return None if value is None else _NO
     if hint is float:
@@ -91,7 +102,3 @@ def _match(value: Any, hint: Any) -> Any:
 
 def _flatten(hint: Any) -> list[Any]:
     return [b for a in get_args(hint) for b in (_flatten(a) if get_origin(a) else [a])]
-
-
-def _describe(hint: Any) -> str:
-    return str(hint).replace("<class '", "").replace("'>", "")

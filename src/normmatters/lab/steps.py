@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,22 +38,19 @@ class Arithmetic:
             yield
 
 
+@dataclass(eq=False)
 class Stepper:
     """Forward, backward and optimizer step on a batch; ``sums`` adds up what the objective measures."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        objective: Objective,
-        regime: Regime,
-        arithmetic: Arithmetic,
-        scaler: torch.amp.GradScaler | None,
-        *,
-        clip_norm: float | None,
-    ) -> None:
-        self.model, self.objective, self.regime, self.arithmetic = model, objective, regime, arithmetic
-        self.scaler, self.clip_norm = scaler, clip_norm
-        self.sums = torch.zeros(3, dtype=torch.float64, device=next(model.parameters()).device)
+    model: nn.Module
+    objective: Objective
+    regime: Regime
+    arithmetic: Arithmetic
+    scaler: torch.amp.GradScaler | None
+    clip_norm: float | None
+
+    def __post_init__(self) -> None:
+        self.sums = _sums(self.model)
 
     def __call__(self, batch: Any, step: int) -> None:
         """Take step number ``step`` (from 0, over all epochs)."""
@@ -80,14 +78,17 @@ class Stepper:
             scaler.update()
 
 
+@dataclass(eq=False)
 class Evaluation:
     """What the objective measures on batches in evaluation mode, added up. ``before_batch`` is called before each."""
 
-    def __init__(
-        self, model: nn.Module, objective: Objective, arithmetic: Arithmetic, before_batch: Callable[[], None]
-    ) -> None:
-        self.model, self.objective, self.arithmetic, self.before_batch = model, objective, arithmetic, before_batch
-        self.sums = torch.zeros(3, dtype=torch.float64, device=next(model.parameters()).device)
+    model: nn.Module
+    objective: Objective
+    arithmetic: Arithmetic
+    before_batch: Callable[[], None]
+
+    def __post_init__(self) -> None:
+        self.sums = _sums(self.model)
 
     @torch.no_grad()
     def __call__(self, batches: Iterable[Any]) -> Tensor:
@@ -101,3 +102,7 @@ class Evaluation:
     def measure(self, batch: Any) -> None:
         with self.arithmetic():
             self.sums.add_(self.objective.measure(self.model, batch, smooth=False)[1])
+
+
+def _sums(model: nn.Module) -> Tensor:
+    return torch.zeros(3, dtype=torch.float64, device=next(model.parameters()).device)

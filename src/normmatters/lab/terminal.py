@@ -23,11 +23,9 @@ from rich.progress import (
 
 from normmatters.lab.config import RunConfig
 from normmatters.lab.plan import PlannedRun
-from normmatters.lab.run import RunResult, train
-from normmatters.lab.run_folder import RunFolder
+from normmatters.lab.run import train
+from normmatters.lab.run_folder import RunFolder, RunResult
 from normmatters.lab.runner import Runner
-
-__all__ = ["RunsView", "metric_text", "show_reasons", "train_with_progress"]
 
 
 def metric_text(row: Mapping[str, Any]) -> str:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from normmatters.lab.data.text import BOS, EOS, PAD, TextData
-from normmatters.lab.models import Translator
+from normmatters.lab.models.layers import Translator
 
 
 def length_penalty(length: int | Tensor, alpha: float) -> Any:

@@ -17,9 +17,18 @@ _SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp"}
 
 
 class ArraySource:
-    """``x`` uint8 (N, 3, H, W) or (N, H, W, 3), memory-mapped, resized to ``size`` (None: as it is) when it is read."""
+    """``SPLIT_x.npy`` and ``SPLIT_y.npy`` of a folder: images uint8 (N, 3, H, W) or (N, H, W, 3), and their labels.
 
-    def __init__(self, x: np.ndarray, y: np.ndarray, size: int | None, name: str) -> None:
+    The images are memory-mapped, and resized to ``size`` (None: as they are) when they are read.
+    """
+
+    def __init__(self, folder: Path, split: str, size: int | None) -> None:
+        try:
+            x = np.load(folder / f"{split}_x.npy", mmap_mode="r", allow_pickle=False)
+            y = np.load(folder / f"{split}_y.npy", allow_pickle=False)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{folder}: cannot read the {split} arrays: {error}") from None
+        name = f"{folder}/{split}_x.npy"
         if x.dtype != np.uint8 or x.ndim != 4 or len(x) == 0 or 3 not in (x.shape[1], x.shape[3]):
             expected = "expected uint8 images (N, 3, H, W) or (N, H, W, 3)"
             raise ValueError(f"{name}: {expected}, got {x.dtype} {x.shape}")
@@ -114,17 +123,8 @@ def _classes(folder: Path) -> list[str]:
 
 
 def _arrays(folder: Path, size: int | None) -> tuple[ArraySource, ArraySource]:
-    train = _array_source(folder, "train", size)
-    return train, _array_source(folder, "val", train.size)
-
-
-def _array_source(folder: Path, split: str, size: int | None) -> ArraySource:
-    try:
-        x = np.load(folder / f"{split}_x.npy", mmap_mode="r", allow_pickle=False)
-        y = np.load(folder / f"{split}_y.npy", allow_pickle=False)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{folder}: cannot read the {split} arrays: {error}") from None
-    return ArraySource(x, y, size, f"{folder}/{split}_x.npy")
+    train = ArraySource(folder, "train", size)
+    return train, ArraySource(folder, "val", train.size)
 
 
 def _files(folder: Path, number: dict[str, int]) -> tuple[list[Path], list[int]]:
@@ -144,14 +144,10 @@ def _files(folder: Path, number: dict[str, int]) -> tuple[list[Path], list[int]]
         (path, label)
         for name, label in number.items()
         for path in sorted((folder / name).rglob("*"))
-        if path.suffix.lower() in _SUFFIXES and not _hidden(path.relative_to(folder))
+        # Hidden are ``._cat.jpg``, which macOS leaves, and Jupyter's copies in ``.ipynb_checkpoints``.
+        if path.suffix.lower() in _SUFFIXES and not any(p.startswith(".") for p in path.relative_to(folder).parts)
     ]
     return [p for p, _ in pairs], [label for _, label in pairs]
-
-
-def _hidden(path: Path) -> bool:
-    """As ``._cat.jpg``, which macOS leaves, and Jupyter's copies in ``.ipynb_checkpoints``."""
-    return any(part.startswith(".") for part in path.parts)
 
 
 def load_arrays(folder: Path, size: int | None) -> Splits:

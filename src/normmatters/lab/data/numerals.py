@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import random
 
-__all__ = ["LIMIT", "english", "german", "splits"]
-
 LIMIT = 10_000
 _EN, _EN_TENS, _DE, _DE_TENS = (
     words.split()

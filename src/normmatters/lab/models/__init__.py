@@ -18,8 +18,6 @@ from normmatters.lab.norms import NormFactory
 from normmatters.weight_norm import apply_weight_norm
 from normmatters.weight_norm.parametrizations import BoundedWeight
 
-__all__ = ["Translator", "build_image_model", "build_model", "build_text_model"]
-
 _CIFAR_DEPTHS = {"resnet8": 1, "resnet20": 3, "resnet56": 9, "resnet110": 18}  # n of 6n + 2
 _WEIGHT_NORM: dict[str, dict[str, Any]] = {
     "wn": {"kind": "classic"},

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from normmatters.lab.norms import NormFactory
 from normmatters.nn.activations import TReLU
 
-__all__ = ["Dropout", "Translator", "conv", "draw_from", "init_weights"]
-
 
 def conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Conv2d:
     """A convolution with no bias, since the norm that follows it brings one."""

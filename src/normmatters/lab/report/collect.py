@@ -20,8 +20,6 @@ from normmatters.lab.experiments import Cell, Paper
 from normmatters.lab.files import read_value
 from normmatters.lab.run_folder import read_metrics
 
-__all__ = ["METRICS", "Collection", "Metric", "Result", "Run", "collect", "describe", "differences"]
-
 
 @dataclass(frozen=True)
 class Metric:

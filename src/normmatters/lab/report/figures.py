@@ -20,8 +20,6 @@ from pathlib import Path
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
-__all__ = ["DARK", "DASHES", "LIGHT", "Chart", "Series", "legend_key", "picture", "svg"]
-
 # Distinguishable for the common colour deficiencies and with >= 3:1 contrast on their background.
 LIGHT = ("#0b62b8", "#c2410c", "#0f7a55", "#8a3fb5", "#8a6a00", "#4b5563")
 DARK = ("#6cb6ff", "#ff9a62", "#46d6a0", "#d6a2ff", "#eac54f", "#b6bfca")

@@ -11,8 +11,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["SEEDS_NEEDED", "Interval", "difference", "mean_interval", "t_quantile"]
-
 SEEDS_NEEDED = 3
 
 

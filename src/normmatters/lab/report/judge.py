@@ -14,19 +14,6 @@ from normmatters.lab.experiments import PRESETS, load_cell
 from normmatters.lab.report.collect import METRICS, Collection, Metric, Result, Run, differences
 from normmatters.lab.report.intervals import SEEDS_NEEDED, Interval, difference, mean_interval
 
-__all__ = [
-    "BEYOND_DOUBT",
-    "MARKS",
-    "Kind",
-    "Verdict",
-    "compare",
-    "compare_ratio",
-    "judge",
-    "judge_all",
-    "not_run",
-    "spread_in_groups",
-]
-
 Kind = Literal["holds", "fails", "open"]
 MARKS: dict[Kind, str] = {"holds": "✓", "fails": "✗", "open": "–"}
 Outcome = tuple[Kind, str]

@@ -16,8 +16,6 @@ from normmatters.lab.report.figures import DARK, LIGHT, legend_key, svg
 from normmatters.lab.report.judge import MARKS, Verdict
 from normmatters.lab.report.sections import Section, facts
 
-__all__ = ["html", "markdown", "row"]
-
 
 def html(
     collection: Collection, sections: Sequence[Section], verdicts: Sequence[Verdict], not_run: str, command: str

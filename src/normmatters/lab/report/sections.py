@@ -13,8 +13,6 @@ from normmatters.lab.report.figures import Chart, Series
 from normmatters.lab.report.intervals import mean_interval
 from normmatters.lab.report.judge import Verdict
 
-__all__ = ["Section", "charts", "facts", "picture_charts", "sections_of"]
-
 
 @dataclass(frozen=True)
 class Section:

@@ -18,8 +18,6 @@ from normmatters.lab.side_by_side.rwlock import gpu
 from normmatters.lab.side_by_side.small_conv import use_small_convolutions
 from normmatters.lab.steps import Evaluation, Stepper
 
-__all__ = ["GraphExecution"]
-
 # Runs in one process are set up one at a time: a model is initialised from torch's own random state, and a checkpoint
 # sets it. After that none draws from it, since dropout has a generator of its run's own. A run takes this lock before
 # it enters ``gpu``, never inside it.

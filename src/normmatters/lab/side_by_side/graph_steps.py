@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -12,8 +13,6 @@ from torch.utils import _pytree as pytree
 from normmatters.lab.side_by_side.fewer_launches import fewer_launches
 from normmatters.lab.side_by_side.graphs import CudaGraphs
 from normmatters.lab.steps import Evaluation, Stepper
-
-__all__ = ["GraphEvaluation", "GraphStepper"]
 
 Shapes = tuple[torch.Size, ...]
 WARM_UP = 3  # eager steps before a capture: they are steps of the run, so that nothing has to be undone
@@ -28,8 +27,7 @@ class GraphStepper(Stepper):
     """
 
     def __init__(self, eager: Stepper, graphs: CudaGraphs, pause: Callable[[], None]) -> None:
-        parts = (eager.model, eager.objective, eager.regime, eager.arithmetic, eager.scaler)
-        super().__init__(*parts, clip_norm=eager.clip_norm)
+        super().__init__(**{part.name: getattr(eager, part.name) for part in fields(eager)})
         self._pause = pause
         self._steps = _Replays(graphs, "step", self._captured_step)
         self._gradients: dict[Shapes, list[tuple[nn.Parameter, Tensor | None]]] = {}  # of graphs without an optimizer
@@ -71,7 +69,7 @@ class GraphEvaluation(Evaluation):
     """
 
     def __init__(self, eager: Evaluation, graphs: CudaGraphs) -> None:
-        super().__init__(eager.model, eager.objective, eager.arithmetic, eager.before_batch)
+        super().__init__(**{part.name: getattr(eager, part.name) for part in fields(eager)})
         self._replays = _Replays(graphs, "evaluation", super().measure)
 
     def measure(self, batch: Any) -> None:

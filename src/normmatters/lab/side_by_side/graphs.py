@@ -11,8 +11,6 @@ import torch
 
 from normmatters.lab.side_by_side.rwlock import gpu
 
-__all__ = ["CudaGraphs", "no_collection", "own_stream"]
-
 _AHEAD = 4  # replays between the marks at which the host waits until the device has reached the mark before
 _of_thread = threading.local()
 

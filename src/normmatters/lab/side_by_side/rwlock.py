@@ -12,8 +12,6 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
-__all__ = ["ReadWriteLock", "gpu"]
-
 
 class ReadWriteLock:
     """A lock that many threads share, or one holds alone. A thread that waits to be alone precedes new sharers.

@@ -20,8 +20,6 @@ from normmatters.lab.processes import train_when_free
 from normmatters.lab.side_by_side.graphs import own_stream
 from normmatters.lab.side_by_side.rwlock import gpu
 
-__all__ = ["Threads"]
-
 
 class Threads:
     """Starts runs in ``count`` threads, which stay from run to run, and with them what cuDNN found fastest."""
