@@ -46,9 +46,9 @@ def parameter_gradient(dtype: torch.dtype, n: int) -> float:
     return FEW * math.sqrt(n) * normalized(dtype, n)
 
 
-def offset(mean_over_scale: float) -> float:
-    """Relative to the scale: a mean that is stored in float32 loses half its last digit, twice with the way to it."""
-    return torch.finfo(torch.float32).eps * mean_over_scale
+def offset(dtype: torch.dtype, mean_over_scale: float) -> float:
+    """Relative to the scale: a mean stored in one number loses half its last digit, twice with the way to it."""
+    return torch.finfo(_computed_in(dtype)).eps * mean_over_scale
 
 
 def pilot(n: int) -> float:

@@ -101,7 +101,7 @@ def compare_both(both, first: Norm, second: Norm, parts: list[Tensor], memory: s
         n = values.shape[1]
         wrong = tolerances.statistic(torch.float32, n) + (tolerances.pilot(n) if n > 4096 else 0)
         spread = (values - values.mean(1, keepdim=True)).abs().mean(1) + EPS**0.5
-        wrong = wrong + tolerances.offset(1.0) * values.mean(1).abs() / spread
+        wrong = wrong + tolerances.offset(torch.float32, 1.0) * values.mean(1).abs() / spread
         most = by_channel(part).abs().amax(1) + (0 if norm.bias is None else norm.bias.double().abs())
         bound, size = bound + 2 * wrong * most, size + most
     near("output", by_channel(both[0].y), by_channel(y), bound + 4 * torch.finfo(first.x.dtype).eps * size)

@@ -10,7 +10,8 @@
 // and 2-d inputs); a thread takes some rows, and sums of the threads are added in their order.
 //
 // Accuracy: each sum runs in the compute type over at most 64 terms, then in double. μ is kept as a number of the
-// compute type and a small rest, so that data far from 0 lose nothing.
+// compute type and a small rest, so that data far from 0 lose nothing. That number is never below μ: so it divides the
+// elements at or above μ from those below it.
 //
 // Passes over memory: forward 2 reads and 1 write for L∞, Top(k), range and mean-only, one read more for L1, L2 and Lp
 // (planes: from the cache); backward 4 reads and 1 write. A residual adds 1 read, and 1 write backward.
@@ -369,6 +370,7 @@ struct BatchNorm {
   void set_mean(int64_t c) {
     const double exact = double(pilot[c]) + total(c, rows ? 1 : 2, 0) / double(count);
     mean[c] = C(exact);
+    if (double(mean[c]) < exact) mean[c] = std::nextafter(mean[c], C(INFINITY));
     rest[c] = std::isfinite(exact) && std::isfinite(double(mean[c])) ? C(exact - double(mean[c])) : C(0);
     if (a.kind == kLp) scale[c] = top_of(c);
   }
@@ -479,7 +481,7 @@ struct BatchNorm {
       C* value = static_cast<C*>(running) + c;
       *value = *value * C(1 - a.momentum) + batch * C(a.momentum);
     };
-    if (a.running_mean) step(a.running_mean, mean[c]);
+    if (a.running_mean) step(a.running_mean, C(double(mean[c]) + double(rest[c])));
     if (a.running_var && a.kind != kMean) {
       const double squared = double(scale[c]) * double(scale[c]);
       step(a.running_var, C(a.kind == kRange ? squared : squared * (double(count) / double(count - 1))));
@@ -526,7 +528,7 @@ struct BatchNorm {
     for (int64_t group = 0; group < groups; ++group) {
       if (!(most[group] >= threshold)) continue;
       each_value(c, group, group + 1, [&](C value, int64_t at) {
-        const C d = std::abs(value - mean[c]);
+        const C d = std::abs(deviation_of(c, value));
         if (d < threshold) return;
         if (int64_t(heap.size()) < wanted) {
           heap.emplace_back(d, at);
@@ -542,15 +544,16 @@ struct BatchNorm {
     std::sort_heap(heap.begin(), heap.end(), before);
     for (size_t i = 0; i < heap.size(); ++i) {
       positions[i] = heap[i].second;
-      sum += double(std::abs((load_one(x() + heap[i].second) - mean[c]) - rest[c]));
+      sum += double(heap[i].first);
     }
     return sum / double(wanted);
   }
 
+  C deviation_of(int64_t c, C value) const { return (value - mean[c]) - rest[c]; }
   int64_t group_at(int64_t c, int64_t group) const { return rows ? group * packs * kPack + c : c * groups + group; }
   C group_deviation(int64_t c, int64_t group) const {
     const int64_t at = group_at(c, group);
-    return std::max(largest[at] - mean[c], mean[c] - smallest[at]);
+    return std::max(deviation_of(c, largest[at]), -deviation_of(c, smallest[at]));
   }
   int64_t position_of(int64_t c, int64_t i) const {
     return rows ? i * channels + c : (i / pixels * channels + c) * pixels + i % pixels;
@@ -668,7 +671,7 @@ struct BatchNorm {
   struct Numbers {
     P mu, slope, offset;        // of the forward pass; lean: 1/γ and β
     P along, low, high;         // dx = slope·g + along·u + low, or slope·g + (u ? high : low)
-    P inverse_T;                // Lp
+    P inverse_T, rest;          // Lp
   };
 
   template <class Body>
@@ -724,9 +727,10 @@ struct BatchNorm {
   }
 
   // u up to a factor and a constant, as in functional/hand_derived.py: [x ≥ μ], x − μ, or ±(|x − μ|/T)^(p−1).
-  NM_INLINE P power_direction(const P& centered, const P& inverse_T) const {
-    P u = power(abs(centered * inverse_T), C(a.p - 1));
-    NM_EACH(j) u.v[j] = centered.v[j] < C(0) ? -u.v[j] : u.v[j];
+  NM_INLINE P power_direction(const P& centered, const Numbers& with) const {
+    const P d = centered - with.rest;
+    P u = power(abs(d * with.inverse_T), C(a.p - 1));
+    NM_EACH(j) u.v[j] = d.v[j] < C(0) ? -u.v[j] : u.v[j];
     return u;
   }
 
@@ -740,7 +744,7 @@ struct BatchNorm {
       if constexpr (kDirection == kSign)
         sums[2] = sums[2] + existing(where_at_least(value, with.mu, splat_pack<C>(C(1)), P{}), part);
       else
-        sums[2] = sums[2] + existing(power_direction(centered, with.inverse_T), part);
+        sums[2] = sums[2] + existing(power_direction(centered, with), part);
     } else if constexpr (kCenter == kFromOutput || kCenter == kFromCode) {
       const uint16_t sign = uint16_t(kCenter == kFromOutput ? bits[0] : bits[(kGate == kBit) + 3]);
       sums[2] = sums[2] + existing(choose(sign, splat_pack<C>(C(1)), P{}), part);
@@ -764,20 +768,20 @@ struct BatchNorm {
     else if constexpr (kCenter == kFromInput) {
       if constexpr (kDirection == kSign) rest_of = where_at_least(value, with.mu, with.high, with.low);
       else if constexpr (kDirection == kLinear) rest_of = fma(centered, with.along, with.low);
-      else rest_of = fma(power_direction(centered, with.inverse_T), with.along, with.low);
+      else rest_of = fma(power_direction(centered, with), with.along, with.low);
     }
     // The lean passes read 1/γ from `mu`; the forward slope is in `slope` in every mode.
     store_pack(static_cast<T*>(a.dx) + at, fma(g, with.slope, rest_of), part);
   }
 
-  std::vector<C> sum_mu, sum_offset, sum_low, sum_high, along, low, high, inverse_T;
+  std::vector<C> sum_mu, sum_offset, sum_low, sum_high, along, low, high, inverse_T, sum_rest;
 
   void backward() {
     const int64_t bytes = count * channels * int64_t(sizeof(T));
     prefer_large_pages(a.dx, bytes);
     if (a.dresidual) prefer_large_pages(a.dresidual, bytes);
     const int64_t padded = rows ? packs * kPack : channels;
-    for (auto* v : {&sum_mu, &sum_offset, &sum_low, &sum_high, &along, &low, &high, &inverse_T, &factor})
+    for (auto* v : {&sum_mu, &sum_offset, &sum_low, &sum_high, &along, &low, &high, &inverse_T, &sum_rest, &factor})
       v->assign(padded, C(0));
     make_slots(3);
     with_modes([&](auto gate, auto center) {
@@ -819,6 +823,7 @@ struct BatchNorm {
   void before_sums(int64_t c) {
     factor[c] = slope_of(c);
     sum_mu[c] = mean[c];
+    sum_rest[c] = rest[c];
     sum_offset[c] = offset_of(c);
     const double T_of = double(scale[c]) / a.constant;
     inverse_T[c] = C(1 / (T_of == 0 ? 1.0 : T_of));
@@ -865,7 +870,7 @@ struct BatchNorm {
   int64_t extremes_of() const { return a.kind == kRange ? 2 : a.kind == kLinf ? 1 : a.k; }
   double extreme_slope(int64_t c, int64_t i) const {
     if (a.kind == kRange) return i == 0 ? 1 : -1;
-    const C d = load_one(x() + a.positions[c * extremes_of() + i]) - mean[c];
+    const C d = deviation_of(c, load_one(x() + a.positions[c * extremes_of() + i]));
     return (d > 0 ? 1.0 : d < 0 ? -1.0 : 0.0) / double(extremes_of());
   }
 
@@ -884,6 +889,7 @@ struct BatchNorm {
     with.slope = splat_pack<C>(factor[c]);
     with.offset = splat_pack<C>(sum_offset[c]);
     with.inverse_T = splat_pack<C>(inverse_T[c]);
+    with.rest = splat_pack<C>(sum_rest[c]);
     return with;
   }
   NM_INLINE Numbers row_numbers(int64_t column) const {
@@ -892,6 +898,7 @@ struct BatchNorm {
     with.slope = load_pack(factor.data() + column);
     with.offset = load_pack(sum_offset.data() + column);
     with.inverse_T = load_pack(inverse_T.data() + column);
+    with.rest = load_pack(sum_rest.data() + column);
     return with;
   }
 

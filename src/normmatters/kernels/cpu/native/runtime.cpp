@@ -4,6 +4,9 @@
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 
 namespace nm {
 
@@ -29,10 +32,12 @@ NM_EXPORT int64_t nm_version() { return NM_VERSION; }
 NM_EXPORT int64_t nm_processor() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
+  uint32_t a, b, c, d;  // F16C by hand: GCC before 11 has no name for it
+  if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_F16C) || !__builtin_cpu_supports("fma")) return 0;
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
       __builtin_cpu_supports("avx512dq"))
     return 2;
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return 1;
+  if (__builtin_cpu_supports("avx2")) return 1;
 #endif
   return 0;
 }
