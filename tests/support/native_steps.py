@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from normmatters import nn as norms
+from normmatters.kernels import cpu
 from normmatters.optim import AngularSGD, WeightDecayFreeSGD
 from normmatters.weight_norm import apply_weight_norm
 from support import tolerances
@@ -123,6 +124,13 @@ def native_nodes(y: Tensor) -> set[str]:
 
 
 NATIVE = {"CpuBatchNormBackward", "NativeLayerNormBackward", "_WeightsBackward"}
+
+
+def instruction_sets() -> tuple[str, ...]:
+    """Those that this processor has."""
+    library = cpu.library()
+    assert library is not None, cpu.why_not()
+    return ("baseline", "avx2", "avx512")[: 1 + library.function("nm_processor", "", "i")()]
 
 
 def results() -> dict[str, list[Tensor]]:

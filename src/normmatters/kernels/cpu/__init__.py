@@ -5,7 +5,8 @@ processor can run, once per process. Without a compiler the package is installed
 None, :func:`why_not` says why, and the plain PyTorch path serves.
 
 Environment:
-    NORMMATTERS_CPU_ISA: ``baseline``, ``avx2`` or ``avx512`` forces an instruction set, ``off`` uses none.
+    NORMMATTERS_CPU_ISA: ``baseline``, ``avx2`` or ``avx512`` forces an instruction set, ``off`` uses none. Any other
+        value is a ValueError at import.
     NORMMATTERS_CPU_LIBRARY: a folder with libraries of another build, for example one with sanitizers.
 """
 
@@ -94,7 +95,7 @@ def _load() -> tuple[Library | None, str]:
     if forced == "off":
         return None, "NORMMATTERS_CPU_ISA=off switches the native CPU kernels off"
     if forced and forced not in _ISAS:
-        return None, f"NORMMATTERS_CPU_ISA must be one of {', '.join(_ISAS)} or off, got {forced!r}"
+        raise ValueError(f"NORMMATTERS_CPU_ISA must be one of {', '.join(_ISAS)} or off, got {forced!r}")
     folder = Path(os.environ.get("NORMMATTERS_CPU_LIBRARY") or Path(__file__).parent)
     present = [isa for isa in _ISAS if (folder / f"native_{isa}.so").exists()]
     if "baseline" not in present:
