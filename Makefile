@@ -28,9 +28,9 @@ test: lint
 	COVERAGE_CORE=$$($(BIN)/python -c "import sys; print('sysmon' if sys.version_info >= (3, 12) else 'ctrace')") \
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu" --cov --cov-report=term:skip-covered
 
-# The built wheel, installed away from this folder, works.
+# The built wheel, installed away from this folder, works: without kernels, and with them on each instruction set.
 wheel-check: install
-	$(BIN)/python -m pytest tests/test_wheel.py
+	NORMMATTERS_WHEEL=native $(BIN)/python -m pytest tests/test_wheel.py
 
 # Do the tests notice a wrong line? A sample of small changes to constants, functional and optim: see docs/mutation.md.
 mutation: install

@@ -9,11 +9,14 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
 import normmatters as nm
+from support import native_steps
 
 pytest.importorskip("scikit_build_core", reason="builds the wheel without a network")
 ROOT = Path(__file__).parents[1]
+PIP = ["-m", "pip", "--disable-pip-version-check", "--no-input", "-q"]
 
 # One process for all: most of its time is importing torch.
 USE = """
@@ -37,8 +40,9 @@ from normmatters.cli import main
 from normmatters.lab import experiments
 
 assert experiments.folder().is_relative_to(where), experiments.folder()
-for words in (["--help"], ["reproduce", "all", "--dry-run"], ["doctor", "torch.nn:Linear", "-s", "in_features=2"]):
-    sys.argv = ["normmatters", *words, *(["-s", "out_features=3"] if "-s" in words else [])]
+for words in (["--help"], ["reproduce", "all", "--dry-run"], ["doctor", "--env"],
+              ["doctor", "torch.nn:Linear", "-s", "in_features=2", "-s", "out_features=3"]):
+    sys.argv = ["normmatters", *words]
     try:
         main()
     except SystemExit as end:
@@ -49,18 +53,52 @@ assert not strays, strays
 """
 
 
-def _run(*words: str, cwd: Path, **env: str) -> str:
+STEPS = """
+import sys
+
+import normmatters
+import torch
+from normmatters.kernels import cpu
+from support import native_steps
+
+where, isa, out = sys.argv[1:]
+assert normmatters.__file__.startswith(where), normmatters.__file__
+assert cpu.library() and cpu.library().isa == isa, cpu.why_not()
+torch.set_num_threads(1)
+torch.save(native_steps.results(), out)
+"""
+
+
+def _run(*words: str, cwd: Path, timeout: float = 240, **env: str) -> str:
     env = {**os.environ, "COVERAGE_PROCESS_CONFIG": "", **env}  # what is installed elsewhere is not counted
-    done = subprocess.run([sys.executable, *words], cwd=cwd, env=env, capture_output=True, text=True, timeout=240)
+    done = subprocess.run([sys.executable, *words], cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout)
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return done.stdout + done.stderr
+
+
+def _build(out: Path, **env: str) -> Path:
+    _run(
+        *PIP,
+        "wheel",
+        str(ROOT),
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        str(out),
+        cwd=out.parent,
+        timeout=3000,
+        **env,
+    )
+    (wheel,) = out.iterdir()
+    return wheel
+
+
+def _install(wheel: Path, site: Path) -> None:
+    _run(*PIP, "install", "--no-deps", "--no-compile", "--no-index", "--target", str(site), str(wheel), cwd=site.parent)
 
 
 def test_the_wheel_works_away_from_the_repository_and_without_a_compiler(tmp_path: Path) -> None:
-    pip = ["-m", "pip", "--disable-pip-version-check", "--no-input", "-q"]
-    _run(*pip, "wheel", str(ROOT), "--no-deps", "--no-build-isolation", "-w", str(tmp_path / "dist"), cwd=tmp_path,
-         CXX="/no/compiler", SKBUILD_BUILD_DIR=str(tmp_path / "build"))  # fmt: skip
-    (wheel,) = (tmp_path / "dist").iterdir()
+    wheel = _build(tmp_path / "dist", CXX="/no/compiler", SKBUILD_BUILD_DIR=str(tmp_path / "build"))
     assert wheel.name == f"normmatters-{nm.__version__}-py3-none-any.whl"  # no compiler was found
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
@@ -70,10 +108,29 @@ def test_the_wheel_works_away_from_the_repository_and_without_a_compiler(tmp_pat
     }
     assert any(name.startswith("normmatters/experiments/") for name in names)
     site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
-    _run(*pip, "install", "--no-deps", "--no-compile", "--no-index", "--target", str(site), str(wheel), cwd=tmp_path)
+    _install(wheel, site)
     elsewhere.mkdir()
     printed = _run("-c", USE, str(site), str(ROOT), cwd=elsewhere, PYTHONPATH=str(site), COLUMNS="120", NO_COLOR="1")
     assert "reproduce all" in printed  # the help
     assert "fig1/wd_on" in printed  # a cell of an experiment
     assert "3×2" in printed  # the doctor's patient
+    assert "on a CPU: plain PyTorch: the native kernels are not built" in printed  # doctor --env
+    assert printed.count("normmatters runs without its native CPU kernels") == 1  # the first norm's warning
     assert list(elsewhere.iterdir()) == []  # a dry run leaves nothing
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.skipif(os.environ.get("NORMMATTERS_WHEEL") != "native", reason="compiles for minutes: make wheel-check")
+def test_the_wheel_with_kernels_gives_equal_results_on_each_instruction_set(tmp_path: Path) -> None:
+    wheel = _build(tmp_path / "dist", SKBUILD_BUILD_DIR=str(ROOT / "build/wheel"))
+    assert wheel.name.startswith(f"normmatters-{nm.__version__}-py3-none-")  # for every Python
+    assert not wheel.name.endswith("-any.whl")
+    site, results = tmp_path / "site", {}
+    _install(wheel, site)
+    for isa in native_steps.instruction_sets():
+        out, path = tmp_path / f"{isa}.pt", os.pathsep.join((str(site), str(ROOT / "tests")))
+        _run("-c", STEPS, str(site), isa, str(out), cwd=tmp_path, PYTHONPATH=path, NORMMATTERS_CPU_ISA=isa)
+        results[isa] = torch.load(out)
+    baseline = results.pop("baseline")
+    for isa, found in results.items():
+        native_steps.compare(found, baseline, isa)
