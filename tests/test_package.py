@@ -14,7 +14,7 @@ from types import ModuleType
 import pytest
 
 import normmatters as nm
-from normmatters.lab import experiments
+from normmatters.lab import cells
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -135,5 +135,5 @@ def test_wheel_takes_along_types_and_experiments() -> None:
     assert (package / "py.typed").exists()  # without it type checkers ignore our types
     # What is not Python lies in the package, or the wheel takes it there from elsewhere.
     assert packages["normmatters/experiments"] == ROOT / "experiments"
-    assert experiments.folder() in (ROOT / "experiments", package / "experiments")
-    assert len(experiments.load_cells()) == len(list((ROOT / "experiments").glob("*/*.toml")))
+    assert cells.folder() in (ROOT / "experiments", package / "experiments")
+    assert {cell.path for cell in cells.load_cells()} == {*cells.folder().glob("*/*.toml")}

@@ -37,9 +37,9 @@ model(torch.randn(2, 3, 5, 5)).sum().backward()
 assert type(model[1]) is nm.L1BatchNorm2d and model[1].weight.grad.isfinite().all()
 
 from normmatters.cli import main
-from normmatters.lab import experiments
+from normmatters.lab import cells
 
-assert experiments.folder().is_relative_to(where), experiments.folder()
+assert cells.folder().is_relative_to(where), cells.folder()
 for words in (["--help"], ["reproduce", "all", "--dry-run"], ["doctor", "--env"],
               ["doctor", "torch.nn:Linear", "-s", "in_features=2", "-s", "out_features=3"]):
     sys.argv = ["normmatters", *words]

@@ -188,8 +188,8 @@ def reproduce(
       normmatters reproduce fig1 table2 --preset cifar --data-dir ~/data --jobs 4
       normmatters reproduce fig1 --seeds 5 --set optim.epochs=4 --out /tmp/try
     """
+    from normmatters.lab.cells import experiment_names, load_cells
     from normmatters.lab.execution import find_device
-    from normmatters.lab.experiments import experiment_names, load_cells
     from normmatters.lab.memory import check_memory
     from normmatters.lab.plan import make_plan
     from normmatters.lab.run_folder import RunFolder
@@ -308,9 +308,9 @@ def train(
       normmatters train my.toml --set model.norm=l1 --set optim.lr=0.05
       torchrun --nproc-per-node 4 -m normmatters train my.toml
     """
+    from normmatters.lab.cells import load_file
     from normmatters.lab.config import overrides_name, run_path
     from normmatters.lab.execution import find_device
-    from normmatters.lab.experiments import load_file
     from normmatters.lab.terminal import train_with_progress
 
     _check_exists(data_dir, "--data-dir")
@@ -362,7 +362,7 @@ def publish(
       normmatters publish runs/cifar --preset cifar
       normmatters publish --into README.md        [dim]only redraw: what `make report` does[/]
     """
-    from normmatters.lab.experiments import check_preset
+    from normmatters.lab.cells import check_preset
     from normmatters.lab.publish import publish as keep
     from normmatters.lab.publish import redraw
 
@@ -441,9 +441,9 @@ def data_prepare(
       normmatters data prepare cifar10 --data-dir ~/data
       normmatters data prepare digits
     """
+    from normmatters.lab.cells import check_data
     from normmatters.lab.config import DataConfig
     from normmatters.lab.data import ImageData, data_root, load_data
-    from normmatters.lab.experiments import check_data
 
     check_data(name)
     dataset = load_data(DataConfig(name=name, batch_size=1), data_dir)  # type: ignore[arg-type]

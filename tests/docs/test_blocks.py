@@ -15,7 +15,7 @@ from normmatters import bench
 from normmatters.bench.__main__ import main as bench_main
 from normmatters.cli import app
 from normmatters.kernels import backends
-from normmatters.lab.experiments import PRESETS, experiment_names, load_cell
+from normmatters.lab.cells import PRESETS, experiment_names, load_cell
 from support.markdown_pages import PAGES, ROOT, blocks, name, read, run_blocks, spans
 
 # A page about one of these is skipped where it is not installed; that anything else is missing is an error.

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from normmatters.lab.cells import load_file
 from normmatters.lab.config import RunConfig, config_hash, from_dict, merge, overrides_table, to_dict
-from normmatters.lab.experiments import load_file
 
 TOML = """
 experiment = "fig1"

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 import torch
 
+from normmatters.lab.cells import load_cell
 from normmatters.lab.config import DataConfig
 from normmatters.lab.data import ImageData, Shard, TextData, cifar10, data_root, load_data
 from normmatters.lab.data.augment import crop_box, draw_epoch, pad, pad_crop, resize, resized_crop
 from normmatters.lab.data.images import ResidentLoader, prefetch
 from normmatters.lab.data.text import BOS, EOS, PAD, TextLoader, read_pairs
-from normmatters.lab.experiments import load_cell
 
 
 def images(config: DataConfig, data_dir: Path | None = None, **options: object) -> ImageData:

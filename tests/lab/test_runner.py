@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import load_file
 
 from normmatters import cli
+from normmatters.lab.cells import load_cell
 from normmatters.lab.config import to_json
-from normmatters.lab.experiments import load_cell
 from normmatters.lab.memory import check_memory, need_bytes
 from normmatters.lab.plan import PlannedRun, make_plan
 from normmatters.lab.publish import publish

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from normmatters.lab import config
-from normmatters.lab.experiments import load_cell, load_cells
+from normmatters.lab.cells import load_cell, load_cells
 
 
 def write_run(

@@ -37,7 +37,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from normmatters.lab.experiments import folder, load_cell, matching
+from normmatters.lab.cells import folder, load_cell, matching
 from normmatters.lab.schema import build
 
 Rule = Literal["better", "equal", "near", "follows", "departs", "collapses", "diverges", "sooner", "cheaper"]

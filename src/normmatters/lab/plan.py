@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from normmatters.lab import config as _config
+from normmatters.lab.cells import check_data, check_preset, load_cell, load_cells
 from normmatters.lab.config import TEXT, RunConfig, run_path
-from normmatters.lab.experiments import check_data, check_preset, load_cell, load_cells
-from normmatters.lab.report.collect import published_file, read_published
+from normmatters.lab.recorded_runs import published_file, read_published
 from normmatters.lab.run_folder import RunFolder, read_metrics
 
 State = Literal["waiting", "running", "done", "failed", "skipped"]

@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from normmatters.lab import config as _config
+from normmatters.lab.cells import PRESETS, load_cell
 from normmatters.lab.claims import CLAIMS, Claim
-from normmatters.lab.experiments import PRESETS, load_cell
 from normmatters.lab.files import write_atomic
+from normmatters.lab.recorded_runs import PUBLISHED, Run, published_file, read_published
 from normmatters.lab.report import Report, collect, draw
-from normmatters.lab.report.collect import PUBLISHED, Result, Run, published_file, read_published
-from normmatters.lab.report.figures import picture
+from normmatters.lab.report.charts import picture
+from normmatters.lab.report.collect import Result
 from normmatters.lab.report.judge import MARKS, Verdict
 from normmatters.lab.report.pages import row
 from normmatters.lab.report.sections import picture_charts

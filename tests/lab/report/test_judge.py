@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from normmatters.lab import config
+from normmatters.lab.cells import PRESETS, load_cell
 from normmatters.lab.claims import CLAIMS, Claim, Rule
-from normmatters.lab.experiments import PRESETS, load_cell
 from normmatters.lab.report import collect, judge_all, write_report
 from normmatters.lab.report.intervals import Interval, difference, t_quantile
 from normmatters.lab.report.judge import BEYOND_DOUBT, compare, compare_ratio, judge

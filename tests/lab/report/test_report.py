@@ -16,9 +16,9 @@ from xml.etree import ElementTree
 
 import pytest
 
+from normmatters.lab.cells import load_cell
 from normmatters.lab.config import to_json
-from normmatters.lab.experiments import load_cell
-from normmatters.lab.paper import EXPERIMENTS
+from normmatters.lab.figures import EXPERIMENTS
 from normmatters.lab.report import collect, write_report
 from normmatters.lab.report.collect import describe, differences
 from support.synthetic_runs import write_all, write_run

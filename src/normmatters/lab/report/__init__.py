@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from normmatters.lab.experiments import experiment_names
+from normmatters.lab.cells import experiment_names
 from normmatters.lab.files import write_atomic
+from normmatters.lab.report.charts import svg
 from normmatters.lab.report.collect import Collection, collect
-from normmatters.lab.report.figures import svg
 from normmatters.lab.report.judge import Verdict, judge_all, not_run
 from normmatters.lab.report.pages import html, markdown
 from normmatters.lab.report.sections import Section, sections_of

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from statistics import fmean, quantiles
 from typing import Literal
 
+from normmatters.lab.cells import PRESETS, load_cell
 from normmatters.lab.claims import CLAIMS, Claim, Rule
-from normmatters.lab.experiments import PRESETS, load_cell
-from normmatters.lab.report.collect import METRICS, Collection, Metric, Result, Run, differences
+from normmatters.lab.recorded_runs import METRICS, Metric, Run
+from normmatters.lab.report.collect import Collection, Result, differences
 from normmatters.lab.report.intervals import SEEDS_NEEDED, Interval, difference, mean_interval
 
 Kind = Literal["holds", "fails", "open"]

@@ -11,8 +11,8 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
+from normmatters.lab.report.charts import DARK, LIGHT, legend_key, svg
 from normmatters.lab.report.collect import Collection, Result
-from normmatters.lab.report.figures import DARK, LIGHT, legend_key, svg
 from normmatters.lab.report.judge import MARKS, Verdict
 from normmatters.lab.report.sections import Section, facts
 

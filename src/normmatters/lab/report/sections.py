@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from normmatters.lab.config import TEXT
-from normmatters.lab.paper import EXPERIMENTS, PICTURE, Experiment, Panel
-from normmatters.lab.report.collect import METRICS, Collection, Result, differences
-from normmatters.lab.report.figures import Chart, Series
+from normmatters.lab.figures import EXPERIMENTS, PICTURE, Experiment, Panel
+from normmatters.lab.recorded_runs import METRICS
+from normmatters.lab.report.charts import Chart, Series
+from normmatters.lab.report.collect import Collection, Result, differences
 from normmatters.lab.report.intervals import mean_interval
 from normmatters.lab.report.judge import Verdict
 

@@ -6,13 +6,13 @@ import tomllib
 from dataclasses import dataclass
 from typing import Any
 
-from normmatters.lab.experiments import folder, matching
+from normmatters.lab.cells import folder, matching
 from normmatters.lab.schema import build
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One set of axes. ``metric`` is a quantity of ``collect.METRICS``; ``cells`` are names in the experiment, or
+    """One set of axes. ``metric`` is a quantity of ``recorded_runs.METRICS``; ``cells`` are names in the experiment, or
     patterns such as "lr_*" for those of a grid; ``see`` says in one sentence what to look for.
 
     A panel shows the metric of each epoch. ``against`` names a number of the cells, such as "model.constant", or a

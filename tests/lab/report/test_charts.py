@@ -9,9 +9,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from normmatters.lab.paper import EXPERIMENTS, Panel
+from normmatters.lab.figures import EXPERIMENTS, Panel
 from normmatters.lab.report import collect, write_report
-from normmatters.lab.report.figures import Chart, Series, legend_key, picture, svg
+from normmatters.lab.report.charts import Chart, Series, legend_key, picture, svg
 from normmatters.lab.report.sections import charts, picture_charts
 from support.synthetic_runs import write_run
 

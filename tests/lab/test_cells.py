@@ -10,14 +10,13 @@ import pytest
 import torch
 from torch.nn.utils.parametrize import is_parametrized
 
-from normmatters.lab import experiments
+from normmatters.lab.cells import PRESETS, experiment_names, load_cell, load_cells, load_file, matching
 from normmatters.lab.claims import CLAIMS
 from normmatters.lab.config import differences
 from normmatters.lab.data import SETS
 from normmatters.lab.data.numerals import LIMIT, english, german, splits
-from normmatters.lab.experiments import PRESETS, load_cell, load_cells, load_file, matching
+from normmatters.lab.figures import EXPERIMENTS
 from normmatters.lab.models import build_image_model
-from normmatters.lab.paper import EXPERIMENTS
 from normmatters.lab.plan import make_plan
 
 
@@ -38,7 +37,7 @@ def test_every_cell_loads_at_every_preset() -> None:
 def test_the_paper_is_covered() -> None:
     beyond = {f"S{i}" for i in range(1, 9)}
     assert {claim.check for claim in CLAIMS} - beyond == {"ours", *(f"E{i}" for i in range(1, 13))}
-    assert [e.name for e in EXPERIMENTS] == experiments.experiment_names()
+    assert [e.name for e in EXPERIMENTS] == experiment_names()
     ids = {cell.id for cell in load_cells()}
     for e in EXPERIMENTS:
         used = {*e.rows, *(name for panel in e.panels for name in panel.cells)}
@@ -233,7 +232,7 @@ def test_a_file_may_be_a_grid_of_cells(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "grid.toml").write_text(GRID)
     (tmp_path / "mine" / "other.toml").write_text("")
-    monkeypatch.setattr(experiments, "folder", lambda: tmp_path)
+    monkeypatch.setattr("normmatters.lab.cells.folder", lambda: tmp_path)
     cells = load_cells(["mine"])
     assert [cell.id for cell in cells[:3]] == ["mine/lr_0.1_wd_0.0", "mine/lr_0.1_wd_0.001", "mine/lr_0.1_wd_0.002"]
     assert [cell.name for cell in cells[3:]] == [*(f"lr_0.2_wd_{d}" for d in ("0.0", "0.001", "0.002")), "other"]
