@@ -136,6 +136,17 @@ def test_few_elements_and_one_channel(kind, memory, shape) -> None:
         check(made(shape), kind, **affine(kind, shape[1]), memory=memory)
 
 
+@pytest.mark.parametrize(
+    ("shape", "layout"),
+    [((3, 40_000), "contiguous"), ((2, 1, 300, 301), "contiguous"), ((1, 3, 401, 150), "channels_last")],
+    ids=["rows of a matrix", "planes", "rows"],
+)
+@each_case
+def test_more_threads_than_rows_or_channels(kind, memory, shape, layout, threads) -> None:
+    threads(7)
+    check(made(shape, layout), kind, **affine(kind, shape[1]), act="relu", memory=memory)
+
+
 @pytest.mark.parametrize("shape", [(0, 3, 4, 4), (2, 3, 0, 4), (2, 0, 4)], ids=str)
 def test_an_empty_batch_is_left_to_the_equation(shape) -> None:
     x = torch.randn(shape).requires_grad_()

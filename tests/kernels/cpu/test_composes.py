@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,14 +28,6 @@ pytestmark = pytest.mark.skipif(cpu.library() is None, reason=cpu.why_not())
 
 
 TESTS = Path(native_steps.__file__).parents[1]
-
-
-@pytest.fixture
-def threads() -> Iterator[Callable[[int], None]]:
-    """Set the number of PyTorch's threads for this test."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
 
 
 def same(ours: list[Tensor], expected: list[Tensor]) -> bool:

@@ -163,17 +163,14 @@ def test_random_shapes_and_strides():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_number_of_threads_changes_no_bit(dtype):
+def test_the_number_of_threads_changes_no_bit(dtype, threads):
     x, weight, bias, g = data(1000, 130, dtype)
-    before, results = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 3, 2):
-            torch.set_num_threads(threads)
-            results.append(both(Norm(1), x, weight, bias, g)[0])
-        torch.set_num_threads(7)
-        check(Norm(1), *data(2, 70_000, dtype))  # more threads than rows
-    finally:
-        torch.set_num_threads(before)
+    results = []
+    for count in (1, 2, 3, 2):
+        threads(count)
+        results.append(both(Norm(1), x, weight, bias, g)[0])
+    threads(7)
+    check(Norm(1), *data(2, 70_000, dtype))  # more threads than rows
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other))
 

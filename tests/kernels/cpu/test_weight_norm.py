@@ -90,15 +90,11 @@ def test_bad_numbers_stay_in_their_row(p, bad):
     assert w[[0, 2]].isfinite().all()
 
 
-def test_the_number_of_threads_changes_no_bit():
-    torch.manual_seed(0)
-    v, before, results = [torch.randn(300, 700), torch.randn(64, 33)], torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 3, 90):  # the last: more than there are rows
-            torch.set_num_threads(threads)
-            results.append(WeightGroup(v, 2, v[0].dtype)(v, [torch.tensor(1.0)] * 2))
-    finally:
-        torch.set_num_threads(before)
+def test_the_number_of_threads_changes_no_bit(threads):
+    v, results = [torch.randn(300, 700), torch.randn(64, 33), torch.randn(3, 90_000)], []
+    for count in (1, 2, 3, 7):  # the last: more than the last weight has rows
+        threads(count)
+        results.append(WeightGroup(v, 2, v[0].dtype)(v, [torch.tensor(1.0)] * 3))
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other))
 
