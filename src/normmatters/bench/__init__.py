@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
@@ -26,11 +26,10 @@ def run(
     device: str | None = None,
     out: Path | None = None,
     only: Sequence[str] = (),
-    picture: Path | None = None,
     jobs: int | None = None,
     share: tuple[int, int] | None = None,
 ) -> int:
-    """Run benchmarks, print their tables row by row, and write ``out/NAME.json``.
+    """Run benchmarks, print their tables row by row, and write ``out/NAME.json``; for ``layers`` also a picture.
 
     Args:
         names: of :data:`NAMES`; all of them if empty.
@@ -41,7 +40,6 @@ def run(
             :class:`~normmatters.bench.harness.Selection`.
         jobs: processes that compile beforehand (:mod:`~normmatters.bench.warmup`); None is as many as fit on a GPU.
         share: only run the i-th of n shares of the rows once, untimed: what those processes do.
-        picture: where to draw ``layers`` (SVG or PNG); by default ``out/roofline.svg`` where matplotlib is installed.
 
     Returns:
         0, or 1 if a result was wrong or one of ours failed.
@@ -66,7 +64,7 @@ def run(
     found: list[Row] = []
     for name in names:
         setup.warm_up = partial(warmup.warm_up, name, setup, warmup.default_jobs(name, setup) if jobs is None else jobs)
-        found += _run_one(name, setup, out, picture)
+        found += _run_one(name, setup, out)
     if only and not found and share is None:
         raise ValueError(f"no row is called {' and '.join(only)}{' in a smoke run' if smoke else ''}")
     bad = harness.failed(found)
@@ -91,10 +89,10 @@ def _device(name: str | None) -> torch.device:
     return device
 
 
-def _run_one(name: str, setup: Setup, out: Path | None, picture: Path | None) -> list[Row]:
+def _run_one(name: str, setup: Setup, out: Path | None) -> list[Row]:
     import torch
 
-    from normmatters.bench import harness, report
+    from normmatters.bench import harness, report, roofline
 
     if name == "cpu":
         setup = replace(setup, device=torch.device("cpu"))
@@ -109,9 +107,12 @@ def _run_one(name: str, setup: Setup, out: Path | None, picture: Path | None) ->
         print(report.text_row(name, report.with_passes(shown, bandwidth)), flush=True)
         if out is not None:
             harness.write_json(out / f"{name}.json", name, setup, found, {"memory_bandwidth": bandwidth})
-    picture = picture or (out and out / "roofline.svg")
-    if name == "layers" and found and picture is not None:
-        _draw({"rows": found, "environment": env, "memory_bandwidth": bandwidth}, picture)
+    if name == "layers" and found and out is not None:
+        try:
+            data = {"rows": found, "environment": env, "memory_bandwidth": bandwidth}
+            print(f"drawn: {roofline.draw(data, out / 'roofline.svg')}")
+        except (ImportError, ValueError) as error:  # the numbers are what matters
+            print(f"no picture: {error}")
     return found
 
 
@@ -124,15 +125,6 @@ def _rows(name: str, setup: Setup) -> Iterator[Row]:
     except Exception as error:
         note = f"{type(error).__name__}: {timing.one_line(error)}"
         yield {"variant": name, "ours": True, "status": "failed", "note": note}
-
-
-def _draw(data: dict[str, Any], path: Path) -> None:
-    from normmatters.bench import roofline
-
-    try:
-        print(f"drawn: {roofline.draw(data, path)}")
-    except (ImportError, ValueError) as error:  # the numbers are what matters
-        print(f"no picture: {error}")
 
 
 def axes_of(name: str) -> Axes:

@@ -23,7 +23,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="rows by their words, such as cl,fp16,l1_lean; or all")
     parser.add_argument("--jobs", type=int, help="processes that compile beforehand (as many as fit on a GPU)")
     parser.add_argument("--share", type=_share, help=argparse.SUPPRESS)  # I/N: what those processes are started with
-    parser.add_argument("--picture", type=Path, help="where to draw the layers, SVG or PNG (OUT/roofline.svg)")
     chosen = parser.parse_args(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that has no ÷ is no reason to lose the times
         sys.stdout.reconfigure(errors="replace")
@@ -35,7 +34,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             device=chosen.device,
             out=chosen.out,
             only=words,
-            picture=chosen.picture,
             jobs=chosen.jobs,
             share=chosen.share,
         )

@@ -310,46 +310,33 @@ def _check_step(model: nn.Module, plain: nn.Module) -> float:
     return error
 
 
-@dataclass(frozen=True)
-class Line:
-    """One column of the summary: the rows with these values."""
-
-    head: str
-    rows: Mapping[str, Sequence[str]]
-
-    def chosen(self, rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """Those of the rows that have numbers."""
-        good = [row for row in rows if row["status"] == "ok" and row.get("ratio")]
-        return [row for row in good if all(row.get(key) in values for key, values in self.rows.items())]
-
-
 _L1 = {"part": ["batch_norm"], "variant": ["l1"]}
-SUMMARY = [
-    Line("L1 BN+ReLU, fp32", {**_L1, "form": ["relu"], "dtype": ["fp32"]}),
-    Line("in bf16", {**_L1, "form": ["relu"], "dtype": ["bf16"]}),
-    Line("L1 BN+add+ReLU", {**_L1, "form": ["add_relu"]}),
-    Line("L∞, range", {"part": ["batch_norm"], "variant": ["linf", "range"], "form": ["relu"]}),
-    Line("Top(10)", {"part": ["batch_norm"], "variant": ["top10"], "form": ["relu"]}),
-    Line("L1 layer norm", {"part": ["layer_norm"], "variant": ["l1"]}),
-    Line("L1 RMS norm", {"part": ["rms_norm"], "variant": ["l1"]}),
-    Line("bounded weight norm", {"part": ["weight_norm"], "variant": ["bounded"]}),
-    Line("`WeightDecayFreeSGD`", {"part": ["optimizer"], "variant": ["WeightDecayFreeSGD"]}),
-    Line("`AngularSGD`", {"part": ["optimizer"], "variant": ["AngularSGD"]}),
-    Line("ResNet-18 step", {"part": ["step"], "variant": ["l1"]}),
-    Line("with lean", {"part": ["step"], "variant": ["l1_lean"]}),
-]
+#: The columns of the summary, each with the values that its rows have.
+SUMMARY: dict[str, Mapping[str, Sequence[str]]] = {
+    "L1 BN+ReLU, fp32": {**_L1, "form": ["relu"], "dtype": ["fp32"]},
+    "in bf16": {**_L1, "form": ["relu"], "dtype": ["bf16"]},
+    "L1 BN+add+ReLU": {**_L1, "form": ["add_relu"]},
+    "L∞, range": {"part": ["batch_norm"], "variant": ["linf", "range"], "form": ["relu"]},
+    "Top(10)": {"part": ["batch_norm"], "variant": ["top10"], "form": ["relu"]},
+    "L1 layer norm": {"part": ["layer_norm"], "variant": ["l1"]},
+    "L1 RMS norm": {"part": ["rms_norm"], "variant": ["l1"]},
+    "bounded weight norm": {"part": ["weight_norm"], "variant": ["bounded"]},
+    "`WeightDecayFreeSGD`": {"part": ["optimizer"], "variant": ["WeightDecayFreeSGD"]},
+    "`AngularSGD`": {"part": ["optimizer"], "variant": ["AngularSGD"]},
+    "ResNet-18 step": {"part": ["step"], "variant": ["l1"]},
+    "with lean": {"part": ["step"], "variant": ["l1_lean"]},
+}
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> str:
     """Geometric mean and worst of the ratios to PyTorch's own, for each kind of row, as Markdown."""
-    heads, means, worst = ["time ÷ PyTorch's"], ["geometric mean"], ["worst"]
-    for line in SUMMARY:
-        found = line.chosen(rows)
-        ratios = [row["ratio"] for row in found]
-        kept = [row["memory_ratio"] for row in found if row.get("memory_ratio")]
-        heads.append(line.head)
-        memory = f" (memory {max(kept):.2f})" if kept else ""
-        means.append(f"{statistics.geometric_mean(ratios):.2f}{memory}" if ratios else "–")
-        worst.append(f"{max(ratios):.2f}" if ratios else "–")
-    ruler = ["---", *["--:"] * len(SUMMARY)]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (heads, ruler, means, worst))
+    columns = [("time ÷ PyTorch's", "---", "geometric mean", "worst")]
+    measured = [row for row in rows if row["status"] == "ok" and row.get("ratio")]
+    for head, values in SUMMARY.items():
+        chosen = [row for row in measured if all(row.get(key) in allowed for key, allowed in values.items())]
+        ratios = [row["ratio"] for row in chosen]
+        saved = [row["memory_ratio"] for row in chosen if row.get("memory_ratio")]
+        memory = f" (memory {max(saved):.2f})" if saved else ""
+        mean = f"{statistics.geometric_mean(ratios):.2f}{memory}" if ratios else "–"
+        columns.append((head, "--:", mean, f"{max(ratios):.2f}" if ratios else "–"))
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in zip(*columns))

@@ -113,7 +113,7 @@ def from_first_process(value: Any, shard: Shard) -> Any:
 
 
 class Execution:
-    """A run that has its process to itself, so that it need not wait for anybody. One object for each run."""
+    """A run that has its process to itself, and waits for no other run. Each run has an object of its own."""
 
     uses_graphs = False
 
@@ -130,7 +130,7 @@ class Execution:
         return contextlib.nullcontext()
 
     def pause(self) -> None:
-        """Called wherever nothing is half done: another run may go first."""
+        """Called between pieces of work: another run may go first."""
 
     def prepare(
         self, stepper: Stepper, evaluation: Evaluation, data: ImageData | TextData, generator: torch.Generator | None

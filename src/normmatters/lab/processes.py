@@ -19,7 +19,7 @@ from typing import Any, TextIO
 
 from normmatters.lab.config import RunConfig
 
-_WAIT_FOR_FOLDER_S = 30  # which another process is about to leave
+_WAIT_FOR_FOLDER_S = 30  # for another process to leave the run's folder
 
 
 class Processes:
@@ -38,8 +38,8 @@ class Processes:
         receiver, sender = self.context.Pipe(duplex=False)
         arguments = (config, folder, self.data_dir, sender)
         process = self.context.Process(target=_run_in_process, args=arguments, daemon=True)  # type: ignore[attr-defined]
-        # Ctrl-C is ours to handle; a server that is still importing would answer it with its traceback. (The tracker of
-        # resources comes first: to start it unblocks the signal.)
+        # This process handles Ctrl-C. A fork server that is still importing would print a traceback, so it must not get
+        # the signal. Starting the resource tracker unblocks the signal, so that comes first.
         resource_tracker.ensure_running()
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
@@ -49,7 +49,7 @@ class Processes:
             raise OSError(f"{what}: the same command resumes all runs") from None
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            sender.close()  # here: when the process has gone, nothing more can come
+            sender.close()  # our copy of it: once the process has ended, the receiver sees the end
         return RunProcess(process, receiver, folder)
 
     def close(self) -> None:
@@ -67,7 +67,7 @@ class RunProcess:
         return self._process.exitcode is None
 
     def error(self) -> dict[str, str]:
-        with contextlib.suppress(EOFError):  # it was killed
+        with contextlib.suppress(EOFError):  # a killed process sends nothing
             if self._receiver.poll():
                 error: dict[str, str] = self._receiver.recv()
                 return error
@@ -89,7 +89,7 @@ class RunProcess:
 def _run_in_process(config: RunConfig, folder: Path, data_dir: str | Path | None, sender: Connection) -> None:
     from normmatters.lab.errors import describe_error
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle: it ends us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the parent ends this process
     _die_with_parent()
     with _log(folder) as log:
         sys.stdout = sys.stderr = log
@@ -107,7 +107,7 @@ def _run_in_process(config: RunConfig, folder: Path, data_dir: str | Path | None
 def _log(folder: Path) -> TextIO:
     try:
         return (folder / "log.txt").open("a", encoding="utf-8", buffering=1)
-    except OSError:  # of which the run itself will say more
+    except OSError:  # the run will meet the same error, and report it
         return open(os.devnull, "w", encoding="utf-8")
 
 
@@ -133,7 +133,7 @@ def train_when_free(
 
 
 def _die_with_parent() -> None:
-    """A parent that was killed cannot end its runs: each watches it and leaves the folder to the next command."""
+    """End this process when its parent ends: a killed parent cannot do it, and the next command needs the folder."""
     parent = mp.parent_process()
     if parent is not None:
 

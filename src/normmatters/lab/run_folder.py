@@ -29,7 +29,7 @@ from normmatters.lab.errors import RunError, write_error
 from normmatters.lab.files import read_json, read_object, read_plain, write_atomic
 from normmatters.provenance import commit, device_name
 
-_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # of a file system without them, such as Lustre often is
+_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # errors of file systems without locks, as Lustre often is
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class RunFolder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._lock.release()  # the system does so for a process that was killed
+        self._lock.release()  # for a killed process the system does it
 
     def conflict(self, config: RunConfig) -> str:
         """What the folder holds of another run than this one; empty if it holds none, or none that has results."""
@@ -84,27 +84,27 @@ class RunFolder:
             self.clear()
 
     def config(self) -> RunConfig | None:
-        """The config of the run in this folder; None where there is none. Raises ValueError where it cannot be read."""
+        """The config of the run in this folder, None if there is no run. Raises ValueError if it cannot be read."""
         file = self.path / "config.json"
         return from_dict(read_object(file), str(file)) if file.exists() else None
 
     def threads(self) -> int | None:
-        """With how many threads the run has begun, if it has: on others its sums would round differently."""
+        """The number of threads that the run began with, by which its sums round; None before its first checkpoint."""
         with contextlib.suppress(ValueError):
             if (config := self.config()) is not None and any(self.checkpoints.glob("epoch-*.sha256")):
                 return config.runtime.threads
         return None
 
     def has_results(self) -> bool:
-        """Whether a run has anything to lose: an epoch, a checkpoint, or how it ended. Missing data leave nothing."""
+        """Whether a run has left anything of use: an epoch, a checkpoint, or how it ended."""
         diverged = (read_json(self.path / "error.json") or {}).get("kind") == "nan"
         files = [self.metrics, self.path / "summary.json", *self.checkpoints.glob("*.pt")]
         return diverged or any(file.is_file() and file.stat().st_size for file in files)
 
     def clear(self) -> None:
-        """Throw away what the folder holds of a run. How it ended goes first: half of it must not look finished."""
+        """Remove a run's files. Its end goes first: if this is stopped halfway, the run must not look finished."""
         if not (self.path / "config.json").is_file():
-            return  # no run has been here, and what lies here is somebody's
+            return  # no run has been here: the files are somebody else's
         for name in ("summary.json", "error.json", "metrics.jsonl", "norms.safetensors", "tokenizer.json"):
             (self.path / name).unlink(missing_ok=True)
         for item in (*self.checkpoints.glob("epoch-*.pt"), *self.checkpoints.glob("epoch-*.sha256")):
@@ -115,14 +115,14 @@ class RunFolder:
         """Write what is run."""
         self._started = True
         for folder in (self.path, self.checkpoints):
-            for stray in folder.glob(".*.[0-9]*.tmp"):  # of a process that was killed while it wrote
+            for stray in folder.glob(".*.[0-9]*.tmp"):  # a process was killed while it wrote them
                 stray.unlink(missing_ok=True)
         (self.path / "error.json").unlink(missing_ok=True)
         write_atomic(self.path / "config.json", to_json(config).encode())
         write_atomic(self.path / "environment.json", _json(environment(device)))
 
     def ended(self) -> RunResult | None:
-        """The result of a run that finished, or that ended with NaN (it would again)."""
+        """The result of a run that finished, or that ended with NaN, as it would again; None for all others."""
         summary = read_json(self.path / "summary.json") or {}
         if summary.get("status") == "finished":
             return RunResult("finished", self.path, summary)
@@ -152,7 +152,7 @@ class RunFolder:
         write_atomic(self.path / "summary.json", _json(summary))
 
     def fail(self, kind: str, message: str, **details: Any) -> None:
-        """Write why the run ended; where even that cannot be written, the caller's error says it."""
+        """Write why the run ended. If even that cannot be written, the caller's error still says it."""
         if not self._started:
             return
         with contextlib.suppress(RunError):
@@ -160,10 +160,7 @@ class RunFolder:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The epochs of a ``metrics.jsonl``, none where there is no file; what follows a damaged line is left out.
-
-    The last line is damaged if it was being written when the run was killed.
-    """
+    """The epochs of a ``metrics.jsonl``, up to a damaged line, as a killed run may leave; none without a file."""
     rows: list[dict[str, Any]] = []
     for line in read_plain(path).splitlines() if path.exists() else []:
         try:
@@ -172,7 +169,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             break
         if not isinstance(row, dict) or not isinstance(row.get("epoch"), int):
             break
-        rows.append({sys.intern(key): value for key, value in row.items()})  # the names once for thousands of runs
+        rows.append({sys.intern(key): value for key, value in row.items()})  # thousands of runs share the names
     return rows
 
 

@@ -29,7 +29,7 @@ from normmatters.lab.runner import Runner
 
 
 def metric_text(row: Mapping[str, Any]) -> str:
-    """The number of an epoch that one looks at."""
+    """An epoch's main number: perplexity or accuracy."""
     if row.get("val_ppl") is not None:
         return f"ppl {row['val_ppl']:.2f}"
     if row.get("val_acc") is not None:
@@ -108,7 +108,7 @@ def _title(run: PlannedRun) -> str:
 
 
 def show_reasons(console: Console, failed: list[PlannedRun]) -> None:
-    """Each once: often there is one for all, such as data that are not there."""
+    """Show each reason once: often all runs have the same, such as missing data."""
     for reason in dict.fromkeys(run.reason for run in failed):
         which = ", ".join(f"{run.id} seed {run.seed}" for run in failed if run.reason == reason)
         console.print(f"  [red]✗[/] {which}: {escape(reason)}", highlight=False, soft_wrap=True)

@@ -92,7 +92,7 @@ def load_data(
         return _resident(config, _digits(min(config.train_size or 1437, 1437)), 10, seed, device, shard)
     assert folder is not None
     if config.name == "cifar10":
-        in_place = config.dir in (None, cifar10.FOLDER)  # which a cell may name, as another preset's set is elsewhere
+        in_place = config.dir in (None, cifar10.FOLDER)  # a cell names it if another of its presets has another folder
         files = cifar10.find(folder) or (cifar10.prepare(folder.parent) if in_place else None)
         if files is None:
             raise ValueError(f"CIFAR-10: no test_batch.bin in {folder} (data.dir={config.dir!r})")
@@ -130,7 +130,7 @@ def _folder(config: DataConfig, data_dir: str | Path | None) -> Path | None:
 
 
 def _shared(read: Callable[..., Splits], where: tuple[Any, ...], device: torch.device) -> Splits:
-    """``read(*where)``, of a folder. Runs that share a GPU and a process share one copy there, read once."""
+    """``read(*where)``, where ``where`` begins with a folder. Runs in one process share one copy on their GPU."""
     if device.type != "cuda":
         return read(*where)
     return _on_gpu(read, where, images.times_of_change(where[0]), device)
@@ -140,13 +140,13 @@ def _shared(read: Callable[..., Splits], where: tuple[Any, ...], device: torch.d
 def _on_gpu(
     read: Callable[..., Splits], where: tuple[Any, ...], changed: tuple[int, ...], device: torch.device
 ) -> Splits:
-    """Kept as long as the files stay as they are."""
+    """Cached until a file changes."""
     train_x, train_y, val_x, val_y = read(*where)
     return train_x.to(device), train_y.to(device), val_x.to(device), val_y.to(device)
 
 
 def _digits(train_size: int) -> Splits:
-    """The embedded set: scikit-learn's 1,797 digits, 8 × 8 pixels. What is not for training validates."""
+    """The embedded set: scikit-learn's 1,797 digits, 8 × 8 pixels. Those that do not train are the validation set."""
     try:
         from sklearn.datasets import load_digits
     except ImportError:
@@ -170,7 +170,7 @@ def _augmentation(config: DataConfig, size: int) -> Augmentation:
 def _resident(
     config: DataConfig, splits: Splits, classes: int, seed: int, device: torch.device, shard: Shard
 ) -> ImageData:
-    train, val = images.kept(splits[:2], config.train_size), images.kept(splits[2:], config.val_size)
+    train, val = images.first(splits[:2], config.train_size), images.first(splits[2:], config.val_size)
     size = config.image_size or train[0].shape[1]
     train_x, val_x = (augment.resize(x, size).to(device) for x in (train[0], val[0]))
     augmentation = _augmentation(config, size)

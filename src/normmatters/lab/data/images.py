@@ -1,4 +1,4 @@
-"""Loaders of images: small sets live on the device, large ones are streamed by a thread; both give the same batches."""
+"""Loaders of images: small sets stay on the device, large ones are read ahead by a thread; the batches are the same."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from normmatters.lab.data import augment
 # Images uint8 (N, H, W, C) and labels int64 (N,) to train with, and the same to validate with.
 Splits = tuple[Tensor, Tensor, Tensor, Tensor]
 CHUNK_BYTES = 1 << 25  # images augmented by one gather: few launches, little memory
-_AHEAD = 5  # batches that are read before they are asked for
+_AHEAD = 5  # batches that are read ahead
 
 
 def times_of_change(folder: Path) -> tuple[int, ...]:
-    """Of the files in ``folder``: what was read from them may be kept as long as these stay."""
+    """When the files in ``folder`` were changed: while this stays the same, what was read from them is valid."""
     return tuple(sorted(p.stat().st_mtime_ns for p in folder.iterdir()))
 
 
@@ -44,24 +44,24 @@ class Subset:
 
     def __init__(self, source: Source, size: int) -> None:
         self.source, self.size, self.channels = source, source.size, source.channels
-        self.keep = keep(len(source.labels), size)
-        self.labels = source.labels[self.keep]
+        self.rows = chosen(len(source.labels), size)
+        self.labels = source.labels[self.rows]
 
     def read(self, index: np.ndarray, crops: np.ndarray | None) -> np.ndarray:
-        return self.source.read(self.keep.numpy()[index], crops)
+        return self.source.read(self.rows.numpy()[index], crops)
 
 
-def keep(count: int, size: int) -> Tensor:
-    """Which of ``count`` examples a set of ``size`` keeps."""
+def chosen(count: int, size: int) -> Tensor:
+    """Which ``size`` of ``count`` examples a smaller set has: the first ones of a fixed shuffle."""
     return torch.randperm(count, generator=torch.Generator().manual_seed(0))[:size]
 
 
-def kept(pair: tuple[Tensor, Tensor], size: int | None) -> tuple[Tensor, Tensor]:
-    """As many of these images and labels; None: all."""
+def first(pair: tuple[Tensor, Tensor], size: int | None) -> tuple[Tensor, Tensor]:
+    """The first ``size`` images and labels of the fixed shuffle; all if it is None."""
     x, y = pair
     if size is None or size >= len(x):
         return pair
-    rows = keep(len(x), size)
+    rows = chosen(len(x), size)
     return x[rows], y[rows]
 
 
@@ -100,7 +100,7 @@ class Shard:
 
 
 class TrainLoader(abc.ABC):
-    """Batches of one shape, the rest of the epoch dropped (every epoch drops others).
+    """Batches of one shape. An epoch leaves out the examples that fill no batch, other ones each time.
 
     ``batch_size`` is that of all processes together. ``epoch(e)`` yields uint8 images (n, C, H, W) (channels last in
     memory) and labels (n,), on the device.

@@ -22,7 +22,7 @@ def conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Conv2d:
 class Dropout(nn.Module):
     """``x`` with elements set to zero with probability ``p``, the others divided by 1 − p; any shape.
 
-    ``generator`` is of the device of ``x``. Where it is None, torch's own is drawn from, as ``nn.Dropout`` does: which
+    Random numbers come from ``generator``, on the device of ``x``; from torch's own if it is None, as
     ``torch.compile`` needs.
 
     >>> drop = Dropout(0.5)

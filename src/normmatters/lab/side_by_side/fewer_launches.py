@@ -27,7 +27,7 @@ def fewer_launches(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None
     ``dtype`` is autocast's, None without autocast. Afterwards the parameters have the
     passes' gradients in place of any older ones.
     """
-    # Not of our norms: a kernel that counts none would be another one than the steps before it have compiled.
+    # Our norms count in their kernels. Without the counter they would need other kernels than are compiled by now.
     norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.momentum is not None]
     counters = {m: m.num_batches_tracked for m in norms if m.num_batches_tracked is not None}
     weights = [] if dtype is None else _cast_weights(model)
@@ -57,7 +57,7 @@ def fewer_launches(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None
 
 
 def _cast_weights(model: nn.Module) -> list[tuple[dict[str, Tensor], str]]:
-    """Where the parameters are that autocast would cast; those that are shared or computed stay with autocast."""
+    """Where the parameters are that autocast would cast. Shared and computed ones are left to autocast."""
     places = [
         (m._parameters, name)
         for m in model.modules()

@@ -11,7 +11,7 @@ import torch
 
 from normmatters.lab.side_by_side.rwlock import gpu
 
-_AHEAD = 4  # replays between the marks at which the host waits until the device has reached the mark before
+_AHEAD = 4  # replays between two marks; at each the host waits until the device has reached the one before
 _of_thread = threading.local()
 
 

@@ -22,7 +22,7 @@ from normmatters.lab.side_by_side.rwlock import gpu
 
 
 class Threads:
-    """Starts runs in ``count`` threads, which stay from run to run, and with them what cuDNN found fastest."""
+    """Starts runs in ``count`` threads. A thread takes run after run, and keeps cuDNN's choice of algorithms."""
 
     def __init__(self, count: int, data_dir: str | Path | None, train: Callable[..., None] = train_when_free) -> None:
         self.data_dir, self._train = data_dir, train
@@ -49,7 +49,7 @@ class Threads:
             own = torch.cuda.stream(own_stream(torch.device(config.runtime.device)))
         try:
             with own:
-                with self._reading:  # one reads for all; it takes seconds, and no run that trains waits for it here
+                with self._reading:  # one thread reads the text for all; it takes seconds, and no training run waits
                     warm_text_cache(config.data, self.data_dir, folder)
                 self._train(config, folder, self.data_dir, progress=check)
             return {}
@@ -84,4 +84,4 @@ class RunThread:
 
 
 class _Stopped(BaseException):
-    """Ends a thread's run as Ctrl-C would: no error of the run's, so no ``Exception``."""
+    """Ends a thread's run, as Ctrl-C would. The run has made no error, so this is no ``Exception``."""
