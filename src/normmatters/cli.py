@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO, get_args
 
 try:
     import typer
@@ -189,10 +189,7 @@ def reproduce(
       normmatters reproduce fig1 --seeds 5 --set optim.epochs=4 --out /tmp/try
     """
     from normmatters.lab.cells import experiment_names, load_cells
-    from normmatters.lab.execution import find_device
-    from normmatters.lab.memory import check_memory
-    from normmatters.lab.plan import make_plan
-    from normmatters.lab.run_folder import RunFolder
+    from normmatters.lab.plan import make_plan, place
     from normmatters.lab.runner import Runner
     from normmatters.lab.terminal import RunsView, show_reasons
 
@@ -213,18 +210,7 @@ def reproduce(
         for run in waiting:
             console.print(f"  {run.id} [dim]seed {run.seed}, {run.epochs} epochs", highlight=False)
         return
-    kind = str(find_device(plan[0].config.runtime.device if device == "auto" else device))
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    side_by_side = min(jobs or (1 if kind.startswith("cuda") else cores), len(plan))
-    workers = min(side_by_side, max(len(waiting), 1))
-    check_memory([run.config for run in waiting], workers, kind)
-    # Sums round differently on another number of threads. On a CPU each run has one, whatever --jobs is and whatever
-    # the machine has; one that has begun keeps its own. On a GPU the threads of the host change no number.
-    threads = max(1, cores // side_by_side) if kind.startswith("cuda") else 1
-    for run in waiting:
-        own = run.config.runtime.threads or RunFolder(run.folder).threads() or threads
-        placed = replace(run.config.runtime, device=kind, threads=own, side_by_side=workers)
-        run.config = replace(run.config, runtime=placed)
+    workers = place(plan, device, jobs)
     failed = []
     if waiting:
         with RunsView(console, plan) as view:
@@ -362,11 +348,12 @@ def publish(
       normmatters publish runs/cifar --preset cifar
       normmatters publish --into README.md        [dim]only redraw: what `make report` does[/]
     """
-    from normmatters.lab.cells import check_preset
+    from normmatters.lab.cells import PRESETS
     from normmatters.lab.publish import publish as keep
     from normmatters.lab.publish import redraw
+    from normmatters.lab.schema import check_name
 
-    check_preset(preset)
+    check_name("preset", preset, PRESETS)
     console = Console()
     if runs:
         kept = keep(runs, to / preset)
@@ -441,11 +428,11 @@ def data_prepare(
       normmatters data prepare cifar10 --data-dir ~/data
       normmatters data prepare digits
     """
-    from normmatters.lab.cells import check_data
-    from normmatters.lab.config import DataConfig
+    from normmatters.lab.config import DataConfig, DataName
     from normmatters.lab.data import ImageData, data_root, load_data
+    from normmatters.lab.schema import check_name
 
-    check_data(name)
+    check_name("data set", name, get_args(DataName))
     dataset = load_data(DataConfig(name=name, batch_size=1), data_dir)  # type: ignore[arg-type]
     console = Console()
     embedded = name in ("digits", "numbers")

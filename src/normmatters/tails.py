@@ -69,11 +69,11 @@ def measure_tails(model: nn.Module, example_input: Any) -> dict[str, Tensor]:
         [4.01, 4.01]
     """
     copied = copy.deepcopy(model).train()
-    found: dict[str, list[Tensor]] = {}
+    by_name: dict[str, list[Tensor]] = {}
 
     def look(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = (*args, *kwargs.values())[0]
-        found.setdefault(name, []).append(tails(x, _dims(module, x)))
+        by_name.setdefault(name, []).append(tails(x, _dims(module, x)))
 
     for name, module in copied.named_modules():
         if isinstance(module, nn.modules.batchnorm._NormBase | nn.LayerNorm):
@@ -81,7 +81,7 @@ def measure_tails(model: nn.Module, example_input: Any) -> dict[str, Tensor]:
                 module.register_forward_pre_hook(partial(look, name), with_kwargs=True)
     with torch.random.fork_rng(cuda_devices(copied)):
         call(copied, example_input)
-    joined = {name: torch.cat(parts) for name, parts in found.items()}
+    joined = {name: torch.cat(parts) for name, parts in by_name.items()}
     varying = {name: ratios[ratios.isfinite()] for name, ratios in joined.items()}
     return {name: ratios for name, ratios in varying.items() if len(ratios)}
 

@@ -121,7 +121,6 @@ def test_a_stopped_thread_leaves_a_run_that_can_be_resumed(tmp_path: Path) -> No
         deadline.wait(0.01)
     started.stop()
     started.wait()
-    threads.close()
     assert not started.running
     assert not (tmp_path / "run" / "summary.json").exists()
     assert not (tmp_path / "run" / "error.json").exists()
@@ -161,8 +160,6 @@ class HereAndNow:
             return Finished("exit code 1")
         train(config, folder)
         return Finished()
-
-    def close(self) -> None: ...
 
 
 def test_a_run_that_fails_beside_others_is_tried_in_a_process(tmp_path: Path) -> None:
@@ -221,7 +218,6 @@ def test_an_error_outside_of_the_run_says_its_kind(raised: Exception, expected: 
 
     threads = Threads(1, None, breaks)
     assert threads.start(small_run(), tmp_path).error() == expected
-    threads.close()
     assert not (tmp_path / "error.json").exists()  # the folder may be another run's
 
 
@@ -236,7 +232,6 @@ def test_a_folder_that_cannot_be_written_is_the_reason(launcher: Threads | Proce
     error = begun.error()
     assert error["kind"] == "folder"
     assert error["message"].startswith(f"cannot write {tmp_path / 'run' / 'checkpoints'}")
-    launcher.close()
 
 
 @pytest.mark.gpu

@@ -61,13 +61,13 @@ def run(
     setup = harness.Setup(place, smoke, selection, share)
     if smoke and share is None:
         print("A smoke run: tensors so small that their times and ratios mean nothing. It shows that every row runs.")
-    found: list[Row] = []
+    rows: list[Row] = []
     for name in names:
         setup.warm_up = partial(warmup.warm_up, name, setup, warmup.default_jobs(name, setup) if jobs is None else jobs)
-        found += _run_one(name, setup, out)
-    if only and not found and share is None:
+        rows += _run_one(name, setup, out)
+    if only and not rows and share is None:
         raise ValueError(f"no row is called {' and '.join(only)}{' in a smoke run' if smoke else ''}")
-    bad = harness.failed(found)
+    bad = harness.failed(rows)
     if bad:
         print(f"\n{len(bad)} rows are wrong or failed:")
         for row in bad:
@@ -100,20 +100,20 @@ def _run_one(name: str, setup: Setup, out: Path | None) -> list[Row]:
     env = setup.environment
     print(f"\n{name}: {env['device']}, torch {env['torch']}, memory {bandwidth / 1e12:.3f} TB/s", flush=True)
     print(report.text_header(name), flush=True)
-    found: list[Row] = []
+    rows: list[Row] = []
     for row in _rows(name, setup):
-        found.append(row)
+        rows.append(row)
         shown = {key: value for key, value in row.items() if not (setup.smoke and "ratio" in key)}
         print(report.text_row(name, report.with_passes(shown, bandwidth)), flush=True)
         if out is not None:
-            harness.write_json(out / f"{name}.json", name, setup, found, {"memory_bandwidth": bandwidth})
-    if name == "layers" and found and out is not None:
+            harness.write_json(out / f"{name}.json", name, setup, rows, {"memory_bandwidth": bandwidth})
+    if name == "layers" and rows and out is not None:
         try:
-            data = {"rows": found, "environment": env, "memory_bandwidth": bandwidth}
+            data = {"rows": rows, "environment": env, "memory_bandwidth": bandwidth}
             print(f"drawn: {roofline.draw(data, out / 'roofline.svg')}")
         except (ImportError, ValueError) as error:  # the numbers are what matters
             print(f"no picture: {error}")
-    return found
+    return rows
 
 
 def _rows(name: str, setup: Setup) -> Iterator[Row]:

@@ -137,7 +137,7 @@ def _group(
     if elements:
         more |= {"tensor_bytes": elements * DTYPES[axes["dtype"]].itemsize, "elements": elements}
     samplers: dict[str, Callable[[], Sample]] = {}
-    found: dict[str, Row] = {}
+    results: dict[str, Row] = {}
     for name, (ours, prepare) in wanted.items():
 
         def checked(name: str = name, prepare: Callable[[], Ready] = prepare) -> Row:
@@ -147,13 +147,13 @@ def _group(
             return ready.row
 
         case = Case({**axes, **more, "variant": name}, checked, ours, "compiled" in name)
-        found[name] = attempt(setup, case)
+        results[name] = attempt(setup, case)
     samples = _take_turns(samplers, quick=setup.smoke)
-    for name, row in found.items():
+    for name, row in results.items():
         if name in samples:
             row |= _numbers(samples[name], samples.get(base))
             if base in samples and "saved_bytes" in row:
-                row["memory_ratio"] = row["saved_bytes"] / found[base]["saved_bytes"]
+                row["memory_ratio"] = row["saved_bytes"] / results[base]["saved_bytes"]
             if elements:
                 row["ns_per_element"] = row["ms"] * 1e6 / elements
         yield row
@@ -296,13 +296,13 @@ def _check_step(model: nn.Module, plain: nn.Module) -> float:
     torch.manual_seed(1)
     x, y = torch.randn(4, 3, 64, 64), torch.randint(10, (4,))
     x = x.contiguous(memory_format=torch.channels_last)
-    found = []
+    results = []
     for network, images in ((model, x), (plain.double(), x.double())):
         loss = F.cross_entropy(network(images), y)
         loss.backward()
         gradients = [p.grad.double().flatten() for p in network.parameters() if p.grad is not None]
-        found.append((float(loss.detach()), torch.cat(gradients)))
-    (value, ours), (expected, theirs) = found
+        results.append((float(loss.detach()), torch.cat(gradients)))
+    (value, ours), (expected, theirs) = results
     off, cosine = abs(value - expected) / abs(expected), float(F.cosine_similarity(ours, theirs, dim=0))
     error = max(off / 1e-3, (1 - cosine) / 0.01)
     if not error <= 1:

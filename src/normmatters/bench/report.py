@@ -116,13 +116,13 @@ def text_header(bench: str) -> str:
 
 def with_passes(row: Row, memory_bandwidth: float | None) -> Row:
     """The row with its times in passes over memory, by this bandwidth and no other; without one there are none."""
-    found = {key: value for key, value in row.items() if not key.endswith("_passes")}
+    result = {key: value for key, value in row.items() if not key.endswith("_passes")}
     for name in ("fwd", "bwd"):
         if memory_bandwidth and f"{name}_ms" in row and "tensor_bytes" in row:
-            found[f"{name}_passes"] = passes(row[f"{name}_ms"], memory_bandwidth, row["tensor_bytes"])
+            result[f"{name}_passes"] = passes(row[f"{name}_ms"], memory_bandwidth, row["tensor_bytes"])
     if memory_bandwidth and "ms" in row and "tensor_bytes" in row:
-        found["passes"] = passes(row["ms"], memory_bandwidth, row["tensor_bytes"])
-    return found
+        result["passes"] = passes(row["ms"], memory_bandwidth, row["tensor_bytes"])
+    return result
 
 
 def text_row(bench: str, row: Row) -> str:

@@ -129,7 +129,7 @@ def doctor(
             example = torch.randn(size, dtype=next(kinds, None)) if tokens is None else torch.randint(tokens, size)
         except (RuntimeError, TypeError, OverflowError) as error:  # more than there is memory, or numbers for it
             raise ValueError(f"--input {shape} cannot be made: {first_line(error)}") from None
-    found = diagnose(
+    diagnosis = diagnose(
         network,
         example,
         lr=lr,
@@ -142,10 +142,10 @@ def doctor(
         tails=batch is not None,
     )
     if as_json:
-        print(json.dumps(found.as_dict(), indent=2))  # ASCII: a pipe of any encoding loses nothing
+        print(json.dumps(diagnosis.as_dict(), indent=2))  # ASCII: a pipe of any encoding loses nothing
     else:
-        _print(found)
-    ran = found.kept is not None or any(weight.invariant is not None for weight in found.weights)
+        _print(diagnosis)
+    ran = diagnosis.kept is not None or any(weight.invariant is not None for weight in diagnosis.weights)
     if example is not None and not ran and isinstance(network, torch.nn.Module):
         raise typer.Exit(1)  # the model does not run on this input: a note says why
 
@@ -182,51 +182,51 @@ def _model(name: str, sets: Sequence[str], weights: Path | None) -> nn.Module | 
 
     if os.getcwd() not in sys.path:  # a command of its own does not find the user's modules otherwise
         sys.path.insert(0, os.getcwd())
-    found: Any = importlib.import_module(path)
+    target: Any = importlib.import_module(path)
     for part in attribute.split("."):
-        if not hasattr(found, part):
+        if not hasattr(target, part):
             raise ValueError(f"{path} has no {attribute!r}")
-        found = getattr(found, part)
-    if not isinstance(found, nn.Module):
-        if not callable(found):
-            raise ValueError(f"{name} is neither a module nor something to call, but {type(found).__name__}")
+        target = getattr(target, part)
+    if not isinstance(target, nn.Module):
+        if not callable(target):
+            raise ValueError(f"{name} is neither a module nor something to call, but {type(target).__name__}")
         arguments = _arguments(sets)
         try:
-            inspect.signature(found).bind(**arguments)
+            inspect.signature(target).bind(**arguments)
         except TypeError as error:
             raise ValueError(f"{name}: {error}; its arguments are given with --set KEY=VALUE") from None
         except ValueError:  # what is written in C may not say what it takes
             pass
         try:
-            found = found(**arguments)
+            target = target(**arguments)
         except Exception as error:  # whatever the user's own code raises
             from normmatters.doctor.diagnosis import first_line
 
             raise ValueError(f"{name} raised {first_line(error)}") from error
     elif sets:
         raise ValueError(f"--set needs something to call, {name} is a module already")
-    if not isinstance(found, nn.Module):
-        raise ValueError(f"{name} must give a torch.nn.Module, got {type(found).__name__}")
+    if not isinstance(target, nn.Module):
+        raise ValueError(f"{name} must give a torch.nn.Module, got {type(target).__name__}")
     if weights is not None:
         try:
-            found.load_state_dict(dict(load_state_dict(weights)))
+            target.load_state_dict(dict(load_state_dict(weights)))
         except RuntimeError as error:  # names and shapes that do not fit
             raise ValueError(f"{weights} does not fit the model: {error}") from None
-    return found
+    return target
 
 
 def _arguments(sets: Sequence[str]) -> dict[str, Any]:
     """KEY=VALUE as keyword arguments; a value that is no Python literal is a string."""
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for text in sets:
         key, equals, value = text.partition("=")
         if not (key.isidentifier() and equals):
             raise ValueError(f"--set must be KEY=VALUE, got {text!r}")
         try:
-            found[key] = ast.literal_eval(value)
+            arguments[key] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
-            found[key] = value
-    return found
+            arguments[key] = value
+    return arguments
 
 
 def load_state_dict(path: Path) -> Mapping[str, Tensor]:
@@ -291,13 +291,13 @@ def _load(path: Path) -> Any:
         raise ValueError(f"{path} cannot be read as tensors and plain containers: {why}") from None
 
 
-def _print(found: Diagnosis) -> None:
+def _print(diagnosis: Diagnosis) -> None:
     from rich.table import Table
 
     console = Console()
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = 10_000  # lines in a pipe or a file stay whole, and grep finds every name
-    for table in found.tables():
+    for table in diagnosis.tables():
         if not table.rows:
             continue
         # A column that says nothing for this model takes no room.
@@ -313,5 +313,5 @@ def _print(found: Diagnosis) -> None:
             grid.add_row(*(escape(row[i].replace("layer_norm=", "--layer-norm")) for i in columns))
         console.print(grid, highlight=False)
         console.print()
-    for line in found.summary():
+    for line in diagnosis.summary():
         console.print(escape(line), highlight=False, soft_wrap=True)

@@ -207,14 +207,14 @@ class Diagnosis:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, fit for JSON: no tuples of ours, no infinities."""
-        found: dict[str, Any] = {
+        parts: dict[str, Any] = {
             "recipe": dataclasses.asdict(self.recipe) | {"angle": self.recipe.angle},
             "kept": self.kept,
             "norms": list(self.norms),
             "weights": list(self.weights),
             "notes": list(self.notes),
         }
-        plain: dict[str, Any] = _plain(found)
+        plain: dict[str, Any] = _plain(parts)
         return plain
 
     def __str__(self) -> str:
@@ -368,15 +368,15 @@ def _weights(model: nn.Module, example_input: Any, lr: float, notes: list[str]) 
     if all(p.dim() < 2 for p in model.parameters()):
         return ()
     tensors, dims = named_weights(model)
-    found = None
+    tested = None
     if example_input is not None and not any(t.is_meta for t in tensors.values()):
         try:
-            found = _invariant(model, example_input)
+            tested = _invariant(model, example_input)
         except Exception as error:  # whatever the model's own code raises
             notes.append(f"scale invariance was not tested: {first_line(error)}")
     weights = []
     for name, w in tensors.items():
-        invariance = None if found is None else found.get(name)
+        invariance = None if tested is None else tested.get(name)
         steps = invariance is None or invariance.complete
         dim = dims[name] if invariance is None or invariance.granularity is None else invariance.dim
         words = None if invariance is None else str(invariance)

@@ -27,7 +27,7 @@ from typing import Any, Literal, get_args
 
 from normmatters.lab import config as _config
 from normmatters.lab.config import RunConfig
-from normmatters.lab.schema import build, suggest
+from normmatters.lab.schema import build, check_name
 
 Preset = Literal["quick", "small", "short", "cifar", "full"]
 PRESETS: tuple[Preset, ...] = get_args(Preset)
@@ -96,7 +96,7 @@ class Cell:
 
         A cell that is the same as another gives that one's run.
         """
-        check_preset(preset)
+        check_name("preset", preset, PRESETS)
         if self.same_as:
             return load_cell(self.same_as).config(preset, seed, overrides)
         table, overrides = dict(self.table), list(overrides)
@@ -110,18 +110,6 @@ class Cell:
         # The file itself was checked when it was loaded.
         table = _config.merge(table, _config.overrides_table(overrides))
         return _config.from_dict(table, f"--set {' --set '.join(overrides)}")
-
-
-def check_preset(name: str) -> None:
-    """Raise on a name that is no preset, with the one that was meant."""
-    if name not in PRESETS:
-        raise ValueError(f"no preset {name!r}{suggest(name, PRESETS)}")
-
-
-def check_data(name: str) -> None:
-    """Raise on a name that is no data set, with the one that was meant."""
-    if name not in get_args(_config.DataName):
-        raise ValueError(f"no data set {name!r}{suggest(name, get_args(_config.DataName))}")
 
 
 @cache
@@ -203,11 +191,9 @@ def _cells_of(experiment: str) -> dict[str, Cell]:
 def load_cell(id: str) -> Cell:
     """The cell ``"experiment/cell"``."""
     experiment, _, name = id.partition("/")
-    if experiment not in (names := experiment_names()):
-        raise ValueError(f"no experiment {experiment!r}{suggest(experiment, names)}")
+    check_name("experiment", experiment, experiment_names())
     cells = _cells_of(experiment)
-    if name not in cells:
-        raise ValueError(f"no cell {name!r} in {experiment}{suggest(name, sorted(cells))}")
+    check_name(f"cell of {experiment}", name, sorted(cells))
     return cells[name]
 
 
@@ -222,8 +208,7 @@ def load_cells(names: Iterable[str] = ()) -> list[Cell]:
         if "/" in name:
             cells.append(load_cell(name))
             continue
-        if name not in (known := experiment_names()):
-            raise ValueError(f"no experiment {name!r}{suggest(name, [*known, 'all'])}")
+        check_name("experiment", name, [*experiment_names(), "all"])
         cells += _cells_of(name).values()
     return cells
 

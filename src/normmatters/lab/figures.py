@@ -71,13 +71,13 @@ def _load() -> tuple[tuple[Experiment, ...], tuple[tuple[str, Panel], ...]]:
         built: Panel = build(Panel, table | {"cells": names(experiment, table["cells"])}, "panels.", str(path))
         return built
 
-    found = []
+    experiments = []
     for table in tables["experiment"]:
         name = table["name"]
         panels = tuple(panel(name, one) for one in table.get("panels", []))
         table |= {"panels": panels, "rows": names(name, table.get("rows", []))}
-        found.append(build(Experiment, table, "experiment.", str(path)))
-    return tuple(found), tuple((name := one.pop("experiment"), panel(name, one)) for one in tables["picture"])
+        experiments.append(build(Experiment, table, "experiment.", str(path)))
+    return tuple(experiments), tuple((name := one.pop("experiment"), panel(name, one)) for one in tables["picture"])
 
 
 EXPERIMENTS, PICTURE = _load()

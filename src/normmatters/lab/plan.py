@@ -1,17 +1,21 @@
-"""Which runs an experiment takes, in order, each with its config and folder. Nothing runs here, nothing is printed."""
+"""Which runs an experiment takes, in order, each with its config, folder and place. Nothing runs here."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from normmatters.lab import config as _config
-from normmatters.lab.cells import check_data, check_preset, load_cell, load_cells
-from normmatters.lab.config import TEXT, RunConfig, run_path
+from normmatters.lab.cells import PRESETS, load_cell, load_cells
+from normmatters.lab.config import TEXT, DataName, RunConfig, run_path
+from normmatters.lab.execution import find_device
+from normmatters.lab.memory import check_memory
 from normmatters.lab.recorded_runs import published_file, read_published
 from normmatters.lab.run_folder import RunFolder, read_metrics
+from normmatters.lab.schema import check_name
 
 State = Literal["waiting", "running", "done", "failed", "skipped"]
 
@@ -66,9 +70,9 @@ def make_plan(
     """
     if seeds < 1:
         raise ValueError(f"seeds must be at least 1, got {seeds}")
-    check_preset(preset)
+    check_name("preset", preset, PRESETS)
     if data is not None:
-        check_data(data)
+        check_name("data set", data, get_args(DataName))
     experiments, out, overrides = list(experiments), Path(out), list(overrides)
     for name in experiments:
         if "/" in name and preset not in (only := load_cell(name).only):
@@ -141,3 +145,27 @@ def _skip_published(plan: list[PlannedRun], results: Path) -> None:
     for run in waiting:
         if run.published is not None and run.folder not in needed:
             run.state = "done"
+
+
+def place(plan: list[PlannedRun], device: str, jobs: int | None) -> int:
+    """Give every waiting run its device and its threads. Returns how many runs train at the same time.
+
+    Sums round by the number of threads. So on a CPU each run has one, whatever ``jobs`` is and the machine has, and
+    a run that has begun keeps its number. On a GPU the host's threads change no number.
+
+    Raises:
+        ValueError: the device cannot be used, or its memory is too small for so many runs.
+    """
+    device = str(find_device(plan[0].config.runtime.device if device == "auto" else device))
+    cuda = device.startswith("cuda")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    side_by_side = min(jobs or (1 if cuda else cores), len(plan))
+    waiting = [run for run in plan if run.state == "waiting"]
+    workers = min(side_by_side, max(len(waiting), 1))
+    check_memory([run.config for run in waiting], workers, device)
+    for run in waiting:
+        threads = run.config.runtime.threads or RunFolder(run.folder).threads()
+        threads = threads or (max(1, cores // side_by_side) if cuda else 1)
+        runtime = replace(run.config.runtime, device=device, threads=threads, side_by_side=workers)
+        run.config = replace(run.config, runtime=runtime)
+    return workers

@@ -52,9 +52,6 @@ class Processes:
             sender.close()  # our copy of it: once the process has ended, the receiver sees the end
         return RunProcess(process, receiver, folder)
 
-    def close(self) -> None:
-        """Nothing is kept between runs."""
-
 
 class RunProcess:
     """A run that has been started in a process."""

@@ -40,10 +40,10 @@ def publish(runs: Iterable[str | Path], out: str | Path) -> list[Path]:
         ValueError: none has finished; a run is of another preset than ``out`` is named after; or ``out`` holds a run of
             the same cell with other settings, of any seed. Nothing is written then.
     """
-    out, found = Path(out), collect(runs).runs
-    chosen = [run for run in found if run.finished or run.diverged]
+    out, every_run = Path(out), collect(runs).runs
+    chosen = [run for run in every_run if run.finished or run.diverged]
     if not chosen:
-        raise ValueError(f"none of the runs has finished, there are {len(found)}")
+        raise ValueError(f"none of the runs has finished, there are {len(every_run)}")
     for run in chosen:
         presets = _presets_of(run)
         if presets and out.name in PRESETS and out.name not in presets:
@@ -230,11 +230,11 @@ def _headlines(reports: Sequence[tuple[str, Report]]) -> list[str]:
             if others is not None and v.verdict not in [other.verdict for _, _, other in others]:
                 others.append((preset, report, v))
     rows = list[str]()
-    for claim, found in verdicts.items():
+    for claim, judged in verdicts.items():
         text = f"[{claim.text}](docs/results.md#{SECTIONS[claim.check]})"
-        if not found:
+        if not judged:
             rows.append(row(MARKS["open"], text, "not run", "", ""))
-        for preset, report, v in found:
+        for preset, report, v in judged:
             dagger = " †" if v.caveats else ""
             rows.append(row(v.mark, text + dagger, v.measured, _seeds(report, claim), f"`{preset}`"))
     lines = ["| | The paper says | Measured | Seeds | Preset |", "|---|---|---|---:|---|", *rows]

@@ -37,7 +37,6 @@ class Launcher(Protocol):
     """Starts runs in one kind of place: processes, or threads of this process."""
 
     def start(self, config: RunConfig, folder: Path) -> Worker: ...
-    def close(self) -> None: ...
 
 
 class Runner:
@@ -156,9 +155,6 @@ class Runner:
             worker.stop()
         for worker in workers:
             worker.wait()
-        for launcher in (self._processes, self._threads):
-            if launcher is not None:
-                launcher.close()
         for run in self.of("running"):
             run.state, run.reason = "waiting", "stopped"
 

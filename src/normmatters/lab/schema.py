@@ -11,6 +11,12 @@ from itertools import chain
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 
+def check_name(kind: str, name: str, known: Iterable[str]) -> None:
+    """Raise ValueError on a name of no known thing of this kind, with the one that was probably meant."""
+    if name not in (known := list(known)):
+        raise ValueError(f"no {kind} {name!r}{suggest(name, known)}")
+
+
 def suggest(word: str, known: Iterable[str]) -> str:
     """The tail of an error about an unknown name: what was probably meant, or all that there is."""
     known = list(known)

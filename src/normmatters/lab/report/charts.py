@@ -109,11 +109,11 @@ def _y_range(chart: Chart) -> tuple[float, float]:
 def _ticks(low: float, high: float, log: bool) -> list[float]:
     if log:
         steps = [m * 10.0**e for e in range(-12, 13) for m in (1, 2, 5)]
-        found = [t for t in steps if low <= t <= high]
-        if len(found) > 7:
-            found = [t for t in found if round(math.log10(t), 6).is_integer()]
-        if len(found) >= 3:
-            return found
+        ticks = [t for t in steps if low <= t <= high]
+        if len(ticks) > 7:
+            ticks = [t for t in ticks if round(math.log10(t), 6).is_integer()]
+        if len(ticks) >= 3:
+            return ticks
     raw = (high - low) / 5
     size = 10.0 ** math.floor(math.log10(raw))
     step = next(m * size for m in (1, 2, 2.5, 5, 10) if m * size >= raw)

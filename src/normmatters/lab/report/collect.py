@@ -65,13 +65,13 @@ class Result:
 
     def by_seed(self, name: str) -> dict[int, float]:
         """The last epoch's value of each seed that has one (for ``seconds`` the median epoch)."""
-        metric, found = METRICS[name], dict[int, float]()
+        metric, values = METRICS[name], dict[int, float]()
         for run in self.done:
             epochs = run.values(metric)
             value = statistics.median(epochs) if epochs and name == "seconds" else run.last(metric)
             if value is not None and math.isfinite(value):
-                found[run.seed] = value
-        return found
+                values[run.seed] = value
+        return values
 
     def text(self, name: str) -> str:
         """Mean and standard deviation of :meth:`by_seed` for a table."""
@@ -92,8 +92,8 @@ class Result:
         source = load_cell(self.cell.source)
         paper = _words(_config.merge(_config.to_dict(source.config("full")), dict(source.paper.regime)))
         here = _words(_config.to_dict(self.config))
-        found = [(key, value, paper[key]) for key, value in here.items() if value != paper.get(key, value)]
-        return found + [(text, "", "") for text in source.paper.departs]
+        differing = [(key, value, paper[key]) for key, value in here.items() if value != paper.get(key, value)]
+        return differing + [(text, "", "") for text in source.paper.departs]
 
     @property
     def deviations(self) -> list[str]:
@@ -102,10 +102,10 @@ class Result:
             return []
         source, here = load_cell(self.cell.source), _words(_config.to_dict(self.config))
         cells = [_words(_config.to_dict(source.config(preset))) for preset in PRESETS]
-        found = [
+        differing = [
             [f"{k} {here[k]} instead of {now[k]}" for k in here if here[k] != now.get(k, here[k])] for now in cells
         ]
-        return min(found, key=len)
+        return min(differing, key=len)
 
     @property
     def paper_text(self) -> str:
@@ -154,10 +154,10 @@ class Collection:
     def experiments(self) -> list[str]:
         """Experiments with a run of their own, or with a claim about others' runs: the paper's in its order, then the
         user's own."""
-        found = {r.cell.experiment for id, r in self.results.items() if r.cell.source == id}
-        found |= {claim.experiment for claim in CLAIMS if claim.cells <= self.results.keys()}
-        paper = [name for name in experiment_names() if name in found]
-        return paper + sorted(found - set(paper))
+        names = {r.cell.experiment for id, r in self.results.items() if r.cell.source == id}
+        names |= {claim.experiment for claim in CLAIMS if claim.cells <= self.results.keys()}
+        paper = [name for name in experiment_names() if name in names]
+        return paper + sorted(names - set(paper))
 
 
 def collect(paths: Iterable[str | Path], progress: Callable[[str], None] | None = None) -> Collection:
@@ -171,21 +171,21 @@ def collect(paths: Iterable[str | Path], progress: Callable[[str], None] | None 
     for path in map(Path, paths):
         if not path.exists():
             raise ValueError(f"{path}: no such folder")
-        found = [path]
+        places = [path]
         if not path.name.endswith(PUBLISHED):
-            found = sorted({p.parent for p in path.rglob("config.json")} | {*path.rglob(f"*{PUBLISHED}")})
-        if not found:
+            places = sorted({p.parent for p in path.rglob("config.json")} | {*path.rglob(f"*{PUBLISHED}")})
+        if not places:
             raise ValueError(f"{path}: no run folders below it (a run folder has a config.json)")
         known = {r.path.resolve() for r in runs}
-        for place in found:
+        for place in places:
             if place.resolve() in known:
                 continue
             if progress and len(runs) % 250 == 0:
-                progress(f"{len(runs)} of {len(found)} runs read")
+                progress(f"{len(runs)} of {len(places)} runs read")
             try:
                 runs.append(read_run(place))
             except ForeignConfig as error:
-                if place.name.endswith(PUBLISHED) or len(found) == 1:
+                if place.name.endswith(PUBLISHED) or len(places) == 1:
                     raise ValueError(str(error)) from None
                 foreign.append(place)
     if foreign and not runs:
@@ -271,7 +271,7 @@ def describe(config: dict[str, Any]) -> dict[str, str]:
 
 def differences(results: Iterable[Result]) -> list[tuple[str, str, str]]:
     """:attr:`Result.differences` of several, each said once."""
-    return list(dict.fromkeys(found for result in results for found in result.differences))
+    return list(dict.fromkeys(each for result in results for each in result.differences))
 
 
 def _words(config: dict[str, Any]) -> dict[str, str]:

@@ -112,8 +112,8 @@ def _trained(result: Result) -> str:
 
 def _deviations(results: Sequence[Result]) -> str:
     """What these runs have that their cell no longer has: runs from before a comparison was put right."""
-    found = {f"{r.cell.label}: {text}": None for r in results for text in r.deviations}
-    return "; ".join(found)
+    texts = {f"{r.cell.label}: {text}": None for r in results for text in r.deviations}
+    return "; ".join(texts)
 
 
 def _stand_in(claim: Claim, results: Sequence[Result]) -> str:

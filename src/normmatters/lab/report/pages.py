@@ -70,10 +70,10 @@ def _code(text: str) -> Markup:
 
 def _grouped(differences: Sequence[tuple[str, str, str]]) -> dict[str, list[str]]:
     """What differs from the paper, and how: empty where no setting says it."""
-    found: dict[str, list[str]] = {}
+    grouped: dict[str, list[str]] = {}
     for what, here, paper in differences:
-        found.setdefault(what, []).extend([f"{here} instead of {paper}"] if here else [])
-    return found
+        grouped.setdefault(what, []).extend([f"{here} instead of {paper}"] if here else [])
+    return grouped
 
 
 def _settings(results: dict[str, Result]) -> dict[str, str]:
@@ -83,19 +83,19 @@ def _settings(results: dict[str, Result]) -> dict[str, str]:
         r.cell.label if count[r.cell.label] == 1 else f"{r.cell.label} ({name})": {**r.words, **_special(r)}
         for name, r in results.items()
     }
-    found = {}
+    settings = {}
     for key in dict.fromkeys(key for words in described.values() for key in words):
         values = {label: words.get(key, "–") for label, words in described.items()}
         each = "; ".join(f"{label}: {value}" for label, value in values.items())
-        found[key] = next(iter(values.values())) if len(set(values.values())) == 1 else each
-    return found
+        settings[key] = next(iter(values.values())) if len(set(values.values())) == 1 else each
+    return settings
 
 
 def _special(r: Result) -> dict[str, str]:
     model, optim, precision = r.config.model, r.config.optim, r.config.precision
-    found = {"norm": f"{model.norm}, constant {model.constant}", "weight norm": model.weight_norm}
+    words = {"norm": f"{model.norm}, constant {model.constant}", "weight norm": model.weight_norm}
     if optim.mode != "wd_on":
-        found["weight-decay mode"] = optim.mode
+        words["weight-decay mode"] = optim.mode
     if precision.arithmetic:
-        found["batch norm arithmetic"] = f"{precision.arithmetic}, sums in {precision.accumulate or 'fp32'}"
-    return found
+        words["batch norm arithmetic"] = f"{precision.arithmetic}, sums in {precision.accumulate or 'fp32'}"
+    return words

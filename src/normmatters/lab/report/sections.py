@@ -73,29 +73,29 @@ def _with_own_cells(experiment: Experiment, results: dict[str, Result]) -> Exper
 
 def charts(experiment: Experiment, results: dict[str, Result]) -> list[tuple[Panel, Chart]]:
     """The panels that have something to draw which no panel before them has drawn."""
-    found = []
+    panels = []
     drawn: set[tuple[str, str]] = set()
     for panel in experiment.panels:
         shown = {name: results[name] for name in panel.cells if name in results}
         curves = {(f"{panel.metric}{panel.against}{panel.map}", name) for name in shown}
         chart = _chart(panel, shown)
         if chart.drawable and not curves <= drawn:
-            found.append((panel, chart))
+            panels.append((panel, chart))
             drawn |= curves
-    return found
+    return panels
 
 
 def picture_charts(collections: Sequence[Collection]) -> list[Chart]:
     """The charts of README's picture: each from the last of these collections that has something to draw there."""
-    found = []
+    drawn = []
     for experiment, panel in PICTURE:
         for collection in reversed(collections):
             results = collection.of(experiment)
             chart = _chart(panel, {name: results[name] for name in panel.cells if name in results})
             if chart.drawable:
-                found.append(chart)
+                drawn.append(chart)
                 break
-    return found
+    return drawn
 
 
 def _chart(panel: Panel, results: dict[str, Result]) -> Chart:
@@ -167,7 +167,7 @@ def facts(collection: Collection) -> dict[str, str]:
         return ", ".join(dict.fromkeys(str(r.environment[key]) for r in runs if r.environment.get(key)))
 
     seconds = sum(float(row.get("seconds") or 0) for r in runs for row in r.metrics)
-    found = {
+    table = {
         "Runs": f"{len(runs) - len(collection.unfinished)} of {len(runs)}",
         "Seeds": f"{len({r.seed for r in runs})}",
         "Data": ", ".join(dict.fromkeys(words[r.cell_id]["data"] for r in runs)),
@@ -175,4 +175,4 @@ def facts(collection: Collection) -> dict[str, str]:
         "torch": all_of("torch"),
         "Training time": f"{seconds / 3600:.1f} h" if seconds >= 3600 else f"{seconds / 60:.1f} min",
     }
-    return {k: v for k, v in found.items() if v}
+    return {k: v for k, v in table.items() if v}

@@ -34,9 +34,6 @@ class Threads:
         stopped = threading.Event()
         return RunThread(self._pool.submit(self._run, config, folder, stopped), stopped)
 
-    def close(self) -> None:
-        self._pool.shutdown(wait=False)
-
     def _run(self, config: RunConfig, folder: Path, stopped: threading.Event) -> dict[str, str]:
         """What the run failed with; empty where it did not."""
 
