@@ -1,4 +1,4 @@
-"""How many steps a second do small networks take side by side on one GPU?
+"""How many steps per second do small networks take side by side on one GPU?
 
     python tools/side_by_side.py                                # L1, L2, Top(10), mean-only; 1, 4, 8 and 12 of them
     python tools/side_by_side.py --norm topk --runs 12 --no-overlap --connections 8
@@ -51,14 +51,14 @@ def main() -> None:
         launch.can_overlap = lambda device: False  # type: ignore[assignment]
     how = f"overlap {not given.no_overlap}, cudnn {given.cudnn}, {given.connections} connections"
     print(f"{torch.cuda.get_device_name()}, {how}")
-    print("norm       runs  ahead  ms a step of all  steps/s in all  host, ms a step")
+    print("norm       runs  ahead  ms per step of all  steps/s in all  host, ms per step")
     for norm in given.norm:
         graphs = [_graph(norm, given.model, given.batch, given.cudnn) for _ in range(max(given.runs))]
         for ahead in given.ahead:
             for count in given.runs:
                 steps, host = _time(graphs[:count], ahead, given.seconds)
                 ms = 1000 * count / steps
-                print(f"{norm:10} {count:4} {ahead:6} {ms:17.2f} {steps:15.0f} {1000 * host:16.3f}", flush=True)
+                print(f"{norm:10} {count:4} {ahead:6} {ms:18.2f} {steps:15.0f} {1000 * host:17.3f}", flush=True)
 
 
 def _graph(norm: str, name: str, batch: int, cudnn: bool) -> CudaGraphs:
@@ -103,7 +103,7 @@ def _graph(norm: str, name: str, batch: int, cudnn: bool) -> CudaGraphs:
 
 
 def _time(runs: list[CudaGraphs], ahead: int, seconds: float) -> tuple[float, float]:
-    """Steps a second of all together, and the seconds that a processor works for one of them."""
+    """Steps per second of all together, and the seconds that a processor works for one of them."""
     import torch
 
     taken: list[int] = []

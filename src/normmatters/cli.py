@@ -89,7 +89,7 @@ def main() -> None:
 
 
 class _NeverFull:
-    """A stream whose disk may be full: what is printed is then lost, but no run stops. A closed pipe ends as ever."""
+    """A stream that drops what it cannot write to a full disk, so that no run stops. A closed pipe ends as usual."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -110,12 +110,12 @@ class _NeverFull:
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
                 raise
-            with open(os.devnull, "w") as nowhere:  # for what is in the stream's buffer still
+            with open(os.devnull, "w") as nowhere:  # the rest of the stream's buffer goes there
                 os.dup2(nowhere.fileno(), self._stream.fileno())
 
 
 def _in_plain_signs(error: UnicodeError) -> tuple[str, int]:
-    """What a terminal of another encoding shows: a number keeps its sign, and a verdict its mark."""
+    """Replace signs that a terminal's encoding lacks: a number keeps its sign, and a verdict its mark."""
     assert isinstance(error, UnicodeEncodeError)
     plain = {"−": "-", "–": "-", "×": "x", "÷": "/", "✓": "+", "✗": "x"}
     return "".join(plain.get(sign, "?") for sign in error.object[error.start : error.end]), error.end

@@ -56,7 +56,7 @@ def cuda_devices(model: nn.Module) -> list[torch.device]:
 
 
 def _seed(seed: int, devices: set[torch.device]) -> None:
-    """Seed the host and these devices. `torch.manual_seed` would seed all GPUs, also those whose state nobody saved."""
+    """Seed the host and these devices. `torch.manual_seed` would seed all GPUs, also where no state was saved."""
     torch.default_generator.manual_seed(seed)
     for device in devices:
         if device.type == "cuda":

@@ -71,14 +71,14 @@ def measure_tails(model: nn.Module, example_input: Any) -> dict[str, Tensor]:
     copied = copy.deepcopy(model).train()
     by_name: dict[str, list[Tensor]] = {}
 
-    def look(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def measure(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = (*args, *kwargs.values())[0]
         by_name.setdefault(name, []).append(tails(x, _dims(module, x)))
 
     for name, module in copied.named_modules():
         if isinstance(module, nn.modules.batchnorm._NormBase | nn.LayerNorm):
             if not isinstance(module, nn.modules.instancenorm._InstanceNorm):
-                module.register_forward_pre_hook(partial(look, name), with_kwargs=True)
+                module.register_forward_pre_hook(partial(measure, name), with_kwargs=True)
     with torch.random.fork_rng(cuda_devices(copied)):
         call(copied, example_input)
     joined = {name: torch.cat(parts) for name, parts in by_name.items()}

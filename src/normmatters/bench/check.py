@@ -78,7 +78,7 @@ class BatchNormData:
         )
 
     def copies(self) -> BatchNormData:
-        """The same again in other memory, to take turns with when timing."""
+        """The same values in other memory: timed calls take turns with copies."""
         residual = None if self.residual is None else self.residual.detach().clone().requires_grad_()
         return BatchNormData(self.x.detach().clone().requires_grad_(), self.weight, self.bias, self.g.clone(), residual)
 
@@ -86,7 +86,7 @@ class BatchNormData:
         return (self.x,) if self.residual is None else (self.x, self.residual)
 
     def reference(self, kind: str) -> BatchNormReference:
-        """What the results must be, computed once."""
+        """The right results, computed once for each kind."""
         if kind not in self.references:
             self.references[kind] = BatchNormReference.of(self, kind)
         return self.references[kind]
@@ -164,7 +164,7 @@ def check_batch_norm(module: Any, norm: Any, data: BatchNormData, ref: BatchNorm
 
 
 def _code_error(data: BatchNormData, ref: BatchNormReference) -> Tensor:
-    """What the nearest of lean's codes, odd multiples of half a step, is off by: x̂ − code, in float64."""
+    """The error of lean's 4-bit codes, which are odd multiples of half a step: x̂ − the nearest code, in float64."""
     residual = 0.0 if data.residual is None else data.residual.detach()
     x_hat = (ref.before_relu - residual - data.bias.view(-1, 1, 1)) / data.weight.view(-1, 1, 1)
     code = ((x_hat / _CODE_STEP).floor() + 0.5) * _CODE_STEP

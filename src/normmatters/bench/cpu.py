@@ -39,7 +39,7 @@ COMPILED = SHAPES[0]  # the only one of what torch.compile has to compile, and o
 ROW_SHAPES = [(4096, 1024), (8192, 512), (2048, 4096)]
 #: 1e4 to 1e8 elements in 100 channels, then a million elements in more channels.
 LINEAR_SHAPES: list[Shape] = [(10**i, 100, 10, 10) for i in range(5)] + [(10, 1000, 10, 10), (1, 10000, 10, 10)]
-CHECKED = 2**20  # elements: of a larger tensor only the first images are checked, of which there are two at least
+CHECKED = 2**20  # elements: of a larger tensor only the first images are checked, at least two
 
 _BATCH_NORMS = {v.name: v for v in layers.VARIANTS}
 _BATCH_NORMS["naive_l1"] = layers.Variant("naive_l1", "l1", peers.NaiveL1BatchNormReLU, ours=False)
@@ -66,14 +66,14 @@ AXES: Mapping[str, Sequence[str]] = {
 
 @dataclass(frozen=True)
 class Ready:
-    """A variant that passed its check: how to take a sample, and what its row says besides the time."""
+    """A variant that passed its check: a function that takes a sample, and the rest of its row."""
 
     sample: Callable[[], Sample]  # seconds of the whole, or of the forward and of the backward pass
     row: Row
 
 
 def _timed(*stages: Callable[[Any], Any]) -> Callable[[], Sample]:
-    """Takes a sample: the seconds of each stage, which gets what the stage before it gave."""
+    """A function that takes a sample: the seconds of each stage. A stage gets the result of the one before."""
 
     def sample() -> Sample:
         value, times = None, [time.perf_counter()]
@@ -125,10 +125,10 @@ def _usual_batch_norms(setup: Setup, axes: dict[str, str], shape: Shape) -> list
 def _group(
     setup: Setup, axes: dict[str, str], variants: Variants, base: str, elements: int = 0, **more: Any
 ) -> Iterator[Row]:
-    """The rows of variants that are compared with ``base``: each is checked, then all take turns."""
+    """The rows of some variants, compared with ``base``: each is checked, then all take turns."""
     picked = setup.only.words
     if any(picked & set(values) and axis not in (*axes, "variant") for axis, values in AXES.items()):
-        return  # a word for an axis that this part does not have
+        return  # the user chose by an axis that this part does not have
     wanted = {name: v for name, v in variants.items() if setup.only.allows(AXES, {**axes, "variant": name})}
     if not wanted:
         return
@@ -142,7 +142,7 @@ def _group(
 
         def checked(name: str = name, prepare: Callable[[], Ready] = prepare) -> Row:
             ready = prepare()
-            ready.sample()  # whatever is compiled or allocated on first use, or fails
+            ready.sample()  # compile and allocate, or fail, before the first sample
             samplers[name] = ready.sample
             return ready.row
 

@@ -65,7 +65,7 @@ class Selection:
         return cls(words)
 
     def default(self) -> bool:
-        """Whether nothing was asked for in particular."""
+        """Whether the user chose no rows."""
         return not self.words
 
     def allows(self, axes: Axes, row: Mapping[str, str]) -> bool:
@@ -112,7 +112,7 @@ class Setup:
         }
 
     def free(self) -> None:
-        """Let go of compiled code and of memory that nothing uses any more; a smoke run has little of either."""
+        """Free compiled code and unused memory; a smoke run has little of either."""
         if self.smoke:
             return
         torch._dynamo.reset()
@@ -123,7 +123,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Case:
-    """A row to be: its names, what gives its numbers, and what else it says."""
+    """A row before it is measured: its names, the function that measures it, and what else it says."""
 
     names: Mapping[str, str]  # the variant, and where it stands on the other axes
     measure: Callable[[], Row]
@@ -169,12 +169,12 @@ def rows_of(
 
     Args:
         compare: adds the ratios to the last of the rows that have numbers. It may fill them in in earlier rows too.
-        eager_first: what the rows need is only compiled beforehand when the first one comes that is compiled.
+        eager_first: compile beforehand only when the first compiled row comes, so that eager rows do not wait.
     """
     good: list[Row] = []
     warmed = False
     for case in cases:
-        # What it compiles: our kernels are compiled for a kind of layer, the peers for every shape.
+        # One process compiles what rows share: our kernels serve every shape, the peers are compiled for each.
         compiles = "/".join(value for axis, value in case.names.items() if case.compile or axis != "size")
         if setup.share is not None and zlib.crc32(compiles.encode()) % setup.share[1] != setup.share[0]:
             continue
@@ -185,7 +185,7 @@ def rows_of(
         if row["status"] == "ok" and setup.share is None:
             good.append(row)
             compare(good)
-        del case  # and the tensors that it holds
+        del case  # frees the tensors that it holds
         yield row
 
 
@@ -209,10 +209,10 @@ def attempt(setup: Setup, case: Case) -> Row:
 
 @dataclass(frozen=True)
 class Layer:
-    """What is computed forward from some data, and back. The data's ``g`` are the gradients of the outputs."""
+    """A layer: its forward pass on some data, and its backward pass. The data's ``g`` are the outputs' gradients."""
 
     forward: Callable[[Any], Any]
-    sources: Callable[[Any], Sequence[Tensor]]  # of the data: what gradients are asked for
+    sources: Callable[[Any], Sequence[Tensor]]  # of the data: the tensors whose gradients are computed
     check: Callable[[], float]  # the largest error as a share of its tolerance; raises Wrong
     state: Sequence[Tensor] = ()  # parameters and buffers: memory that is there anyway
 
@@ -293,7 +293,7 @@ def write_json(path: Path, name: str, setup: Setup, rows: Sequence[Row], extra: 
 
 
 def replace(path: Path, text: str) -> None:
-    """The file with this text, or what it was: a full disk does not leave half of it."""
+    """Write a file whole or not at all: a full disk does not leave half of it."""
     partial = path.with_name(f"{path.name}.partial")
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)

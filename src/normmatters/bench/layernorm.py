@@ -52,7 +52,7 @@ def peer(package: str, module: str, name: str) -> Any:
     """Another package's kernel; :class:`Skip` where there is none."""
     try:
         return getattr(importlib.import_module(module), name)
-    except Exception:  # importing them also fails on machines without a GPU
+    except Exception:  # without a GPU their import fails too
         raise Skip(f"{package}'s kernels are not installed, or do not run here") from None
 
 

@@ -74,7 +74,7 @@ def make_parameters(shapes: dict[str, tuple[int, ...]], device: str, dtype: torc
 
 @lru_cache(1)
 def _numbers(shapes: tuple[tuple[str, tuple[int, ...]], ...]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Kept: on a CPU they take longer to draw than the steps to time."""
+    """Cached: on a CPU drawing them takes longer than the steps."""
     generator = torch.Generator().manual_seed(0)
     numbers: dict[str, tuple[Tensor, Tensor]] = {}
     for name, shape in shapes:
@@ -109,7 +109,7 @@ def _measure(
         raise Wrong(wrong)
     optimizer = build(make_parameters(shapes, str(setup.device), torch.float32), graph)
     timing.wake(setup.device)  # it idled while the CPU checked
-    # Ten in a row: what the host needs to launch a step counts only where it is the longer.
+    # Ten in a row: the host's time to launch a step counts only if it is longer than the device's.
     calls = [optimizer.step] * (10 if setup.cuda else 1)
     with timing.side_stream(setup.device):
         took = timing.time_calls(calls, setup.device, quick=setup.smoke, graph=graph)
@@ -139,7 +139,7 @@ def _free_sgd(named: Named, graph: bool, **kwargs: Any) -> WeightDecayFreeSGD:
 
 
 def _recording(named: Named) -> Recording:
-    """Constant norms for more steps than are timed."""
+    """A recording of constant norms, of more steps than are timed."""
     weights, steps = _weights(named), 1_000_000
     return Recording(
         norms={n: channel_norms(w.detach()).repeat(2, 1).cpu() for n, w in weights.items()},

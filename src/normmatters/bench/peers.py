@@ -1,4 +1,4 @@
-"""What we are compared with: torch's own norms, the naive L1 batch norm, and a plain ResNet-50."""
+"""The peers: torch's own norms, a naive L1 batch norm, and plain ResNets as torchvision writes them."""
 
 from __future__ import annotations
 

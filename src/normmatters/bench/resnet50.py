@@ -59,8 +59,8 @@ VARIANTS = [
 ]
 AXES = {"dtype": ["fp16", "bf16"], "mode": ["eager", "compiled"], "variant": [v.name for v in VARIANTS]}
 
-# What the others are there to explain. Compiling takes half a minute a model, so only these are compiled, and only
-# these are run in bf16, unless more is asked for.
+# The others explain these. Compiling takes half a minute per model, so by default only these are compiled, and only
+# these run in bf16.
 _MAIN = ("native", "l1_lean")
 
 
@@ -142,19 +142,19 @@ def _model(setup: Setup, variant: Variant, *, fuse: bool, depths: Sequence[int] 
 
 
 def check_fused(setup: Setup, variant: Variant, dtype: torch.dtype) -> None:
-    """The fused forms in their places: the first half of the network in small must do what it does unfused.
+    """Check the fused norms where they are used: a small first half of the network, fused against unfused.
 
-    It has a stem with its pool, two blocks that downsample and two that do not. Of the whole network even two forms in
-    plain PyTorch have first gradients that hardly agree (cosine 0.3 in bf16, 0.9 in fp16): rounding adds up.
+    It has a stem with its pool, two blocks that downsample and two that do not. The whole network is too deep for this:
+    rounding adds up, and two forms in plain PyTorch disagree in the first gradient (cosine 0.3 in bf16, 0.9 in fp16).
     """
     fused, plain = (_model(setup, variant, fuse=fuse, depths=(2, 2)) for fuse in (True, False))
     check_same(Step(setup, fused, dtype, compile=False), fused, plain, first=True)
 
 
 def check_same(step: Step, model: nn.Module, plain: nn.Module, *, first: bool = False) -> None:
-    """What is timed, ``model`` or it compiled, must give the plain network's loss and gradients.
+    """What is timed, ``model`` or its compiled form, must give the plain network's loss and gradients.
 
-    As far as half precision goes: the gradient of the last layer, and with ``first`` also that of the first one.
+    They agree as far as half precision allows: the last layer's gradient, and with ``first`` also the first layer's.
     """
     loss, *gradients = step.probe(step.model, model)
     expected, *directions = step.probe(plain, plain)
@@ -174,16 +174,16 @@ def build(setup: Setup, norm: Callable[[int], nn.Module], depths: Sequence[int] 
 
 
 def _quieten(model: nn.Module) -> None:
-    """Without norms every block doubles the variance: shrink the branches, else activations overflow fp16."""
+    """Shrink the branches: without norms every block doubles the variance, and activations overflow fp16."""
     for module in model.modules():
         if isinstance(module, peers.Bottleneck):
             nn.init.normal_(module.conv3.weight, std=1e-3)
 
 
 def best_series(measure: Callable[[], list[float]], count: tuple[int, int]) -> list[float]:
-    """The series with the lowest median: a host that is disturbed for a second would be taken for the network's.
+    """The series with the lowest median: a host that is disturbed for a second must not count as the network's time.
 
-    Of ``count`` series, at least and at most: it ends when the median comes near the fastest step of all.
+    It takes ``count[0]`` to ``count[1]`` series, and stops when the best median is near the fastest step of all.
     """
     series: list[list[float]] = []
     while len(series) < count[1]:
@@ -207,7 +207,7 @@ class Step:
         self.optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
 
     def forward(self, model: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        # Not `model or self.model`: the truth of a compiled module is asked of its len(), which it may not have.
+        # Not `model or self.model`: a compiled module may have no truth value.
         chosen = self.model if model is None else model
         with torch.autocast(self.setup.device.type, self.dtype, enabled=self.dtype != torch.float32):
             logits = chosen(self.x)
@@ -223,7 +223,7 @@ class Step:
         return loss.detach()
 
     def probe(self, call: Callable[[Tensor], Tensor], model: nn.Module) -> tuple[float, Tensor, Tensor]:
-        """Loss and gradients of the last and the first weight of ``model``, which ``call`` runs; without a step."""
+        """The loss, and the gradients of the last and the first weight of ``model``, which ``call`` runs; no step."""
         loss = self.forward(call)
         loss.backward()
         weights = [p.grad for p in model.parameters() if p.ndim > 1]

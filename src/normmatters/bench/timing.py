@@ -21,13 +21,13 @@ Call = Callable[[], Any]
 _MIN_SAMPLES = 10
 _BUDGET_S = 0.02
 
-# Devices on which nothing is captured any more, with the reason: a capture failed, and what it left cannot be undone.
+# Devices on which no graph is captured any more, and why: a capture failed there and could not be undone.
 _spoiled: dict[torch.device, str] = {}
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds a call: ``ms`` without the cost of launching where a CUDA graph could be captured.
+    """Milliseconds per call; ``ms`` is without the cost of launching if a CUDA graph could be captured.
 
     Medians on a GPU. On a CPU the fastest of many: what else the machine does can only add to a time.
     """
@@ -38,17 +38,17 @@ class Timing:
 
     @property
     def graph_ms(self) -> float | None:
-        """``ms`` if it is that of a graph."""
+        """``ms`` if it was measured with a graph."""
         return self.ms if self.by == "graph" else None
 
     @property
     def note(self) -> str:
-        """Why there is no time of a graph, where one was tried."""
+        """Why a graph that was tried gave no time."""
         return "" if self.by in ("graph", "clock", "events") else f"timed by {self.by}"
 
 
 def rotation(tensor_bytes: int, device: torch.device) -> int:
-    """How many sets of tensors to take turns with, so that none is found in the L2 cache when its turn comes.
+    """How many sets of tensors take turns, so that none is still in the L2 cache when its turn comes.
 
     At least four, where they are not huge: the start of a graph, some 10 µs, is shared by that many calls.
     """
@@ -84,14 +84,14 @@ def time_calls(calls: Sequence[Call], device: torch.device, *, quick: bool = Fal
 
 
 def _capture(calls: Sequence[Call], device: torch.device) -> torch.cuda.CUDAGraph:
-    """One round of the calls as a graph, captured on the current stream. Where that fails, nothing is left of it."""
+    """One round of the calls as a graph, captured on the current stream. A capture that fails is undone."""
     gc.collect()  # cycles may hold nodes of autograd that were made on another stream
     graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
     try:
         with torch.cuda.graph(graph, pool=pool, stream=torch.cuda.current_stream(device)):
             # Results live until the end, else the next call would write to memory that is still in the cache.
-            kept = [call() for call in calls]
-        del kept
+            results = [call() for call in calls]
+        del results
     except RuntimeError:
         try:
             _undo_capture(graph, pool, device)
@@ -102,37 +102,36 @@ def _capture(calls: Sequence[Call], device: torch.device) -> torch.cuda.CUDAGrap
 
 
 def _undo_capture(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) -> None:
-    """What PyTorch does at the end of a capture, and leaves out where the end fails; RuntimeError if it does not help.
+    """Do what PyTorch does at the end of a capture, and leaves out if the end fails; RuntimeError if it does not help.
 
-    Else the generator would take every random number for one inside the capture, and refuse it; and the memory of the
-    capture would be lost.
+    Without this the random generator would refuse to draw outside a capture, and the capture's memory would be lost.
     """
     torch.cuda.synchronize(device)
     index = torch.cuda.current_device() if device.index is None else device.index
     generator = torch.cuda.default_generators[index]
     generator.graphsafe_set_state(generator.clone_state())  # the same numbers, but part of no capture
     ended = False
-    with suppress(RuntimeError):  # what a graph without its end raises
+    with suppress(RuntimeError):  # raised by a graph that was not ended
         graph.pool()
         ended = True
     graph.reset()
     if not ended:
         for end in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
-            with suppress(RuntimeError):  # the capture did not come that far
+            with suppress(RuntimeError):  # the capture had not come that far
                 end(index, pool)
     torch.rand(1, device=device)
     torch.cuda.synchronize(device)
 
 
 def _first_reason(error: BaseException) -> str:
-    """What went wrong first: the end of a capture only says that something did before."""
+    """The first error: the end of a capture only says that there was one."""
     while error.__context__ is not None:
         error = error.__context__
     return one_line(error)
 
 
 def one_line(error: BaseException) -> str:
-    """Its message."""
+    """The error's message in one line."""
     return " ".join(str(error).split())[:300] or "no message"
 
 
@@ -146,7 +145,7 @@ def side_stream(device: torch.device) -> AbstractContextManager[Any]:
 
 @lru_cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """Always the same one: the allocator keeps memory for each stream apart."""
+    """Always the same stream, since the allocator keeps each stream's memory apart."""
     return torch.cuda.Stream(device)
 
 
@@ -204,7 +203,7 @@ def memory_bandwidth(device: torch.device, size: int) -> float:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes kept for the backward pass beside the output and the parameters, by two ways of counting, and the peak.
+    """Bytes saved for backward, without the output and the parameters, counted in two ways; and the peak.
 
     ``saved`` counts the storages that autograd holds, the input among them if it is one. ``allocated`` is what the
     forward pass added to the allocated memory, less the output: it cannot see that an input is held, but sees
@@ -217,15 +216,15 @@ class Memory:
 
 
 def memory(forward: Callable[[], Tensor], backward: Callable[[Tensor], Any], free: Iterable[Tensor]) -> Memory:
-    """Memory of one forward and backward pass; ``free`` are tensors that are there anyway, such as parameters."""
+    """Memory of one forward and backward pass; ``free`` are tensors that exist anyway, such as parameters."""
     held: dict[int, int] = {}
 
-    def note(tensor: Tensor) -> Tensor:
+    def remember(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         held[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor):
         output = forward()
     for tensor in [output, *free]:
         held.pop(tensor.untyped_storage().data_ptr(), None)

@@ -35,7 +35,7 @@ def _ours(**options: Any) -> Callable[[nn.Module], Any]:
     return lambda model: apply_weight_norm(model, filter=lambda _, module: isinstance(module, nn.Conv2d), **options)
 
 
-# "none" comes first: the others' cost is counted from it.
+# "none" comes first: the others' cost is what they add to it.
 VARIANTS: dict[str, Callable[[nn.Module], Any]] = {
     "none": lambda model: None,
     "torch": _torch_weight_norm,
@@ -45,7 +45,7 @@ VARIANTS: dict[str, Callable[[nn.Module], Any]] = {
 }
 _OURS = VARIANTS.keys() - {"none", "torch"}
 AXES = {"part": ["weights", "step"], "mode": ["eager", "compiled"], "variant": list(VARIANTS)}
-# What takes half a minute to compile comes last, and its steps, which tell what it costs in training, before the rest.
+# Compiled rows come last, as they take half a minute each; of these first the steps, which say what training costs.
 _ORDER = (("weights", "eager"), ("step", "eager"), ("step", "compiled"), ("weights", "compiled"))
 
 
@@ -66,7 +66,7 @@ def cases(setup: Setup) -> Iterator[Case]:
 
 def _usual(setup: Setup, axes: dict[str, str]) -> bool:
     if axes["mode"] == "eager":
-        return setup.share is None or not setup.only.default()  # the processes that compile have nothing to do for it
+        return setup.share is None or not setup.only.default()  # eager rows have nothing to compile
     return not setup.smoke and (axes["variant"] not in ("classic", "bounded_l1") or not setup.only.default())
 
 
@@ -75,7 +75,7 @@ def _convolutions(model: nn.Module) -> list[nn.Conv2d]:
 
 
 def weights_of(model: nn.Module, variant: str, dtype: torch.dtype, *, compile: bool = False) -> tuple[Layer, Any]:
-    """All convolutions' weights in ``dtype``, which ``variant`` computes, and data: some gradients ``g`` of them.
+    """A layer that computes all convolutions' weights in ``dtype`` by ``variant``, and its data: their gradients ``g``.
 
     The model's forward pass computes them alone, so that what it does before a forward pass is done.
     """

@@ -168,7 +168,7 @@ class Diagnosis:
         ]
 
     def summary(self) -> list[str]:
-        """What it comes to, one sentence per line."""
+        """The conclusions, one sentence per line."""
         converted = [n for n in self.norms if n.becomes]
         fused = sum(bool(n.fused) for n in converted)
         lines = []
@@ -256,7 +256,7 @@ def _spread(spread: Spread | None) -> str:
     return middle if low == high else f"{low} … {middle} … {high}"
 
 
-@torch.inference_mode(False)  # in which nothing is kept and there are no gradients
+@torch.inference_mode(False)  # that mode saves nothing for backward and has no gradients
 def diagnose(
     model: nn.Module | Mapping[str, Tensor],
     example_input: Any = None,
@@ -360,7 +360,7 @@ def _norms(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _is_layer(module: nn.Module) -> bool:
-    """Whether there is more in it than an activation: what holds it is a block, and no norm itself."""
+    """Whether it is more than an activation: then the module that holds it is a block, not a norm."""
     return any(True for _ in module.parameters()) or any(True for _ in _norms(module))
 
 

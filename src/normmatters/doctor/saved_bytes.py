@@ -1,4 +1,4 @@
-"""Bytes that a forward pass keeps for the backward pass, layer by layer, now and after a conversion.
+"""Bytes that a forward pass saves for backward, layer by layer, now and after a conversion.
 
 They are counted on a *ghost*: a copy of the model whose tensors have a shape but no memory. So nothing is computed, and
 a batch for a large GPU is measured on any machine. The GPU kernels are asked what they would keep, not launched.
@@ -53,20 +53,20 @@ class Ghosts:
 
     >>> ghosts = Ghosts()
     >>> layer = ghosts.of(nn.BatchNorm1d(4))
-    >>> ghosts.keeps(layer, torch.randn(8, 4))  # the input (8×4), mean and deviation (4 each), 4 bytes a number
+    >>> ghosts.keeps(layer, torch.randn(8, 4))  # the input (8×4), mean and deviation (4 each), 4 bytes per number
     ({'': 160}, {'': (8, 4)})
     """
 
     def __init__(self, dtype: torch.dtype | None = None) -> None:
         self.dtype = dtype
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self.on_gpu = False  # whether the last model was
+        self.on_gpu = False  # whether the last model was on one
 
     def of(self, model: nn.Module) -> nn.Module:
         """A copy of the model in training mode; no tensor of it is copied."""
         self.on_gpu = any(t.is_cuda for t in [*model.parameters(), *model.buffers()])
         memo: dict[int, Any] = {}
-        # Computed tensors too, which no copy could be made of: a hook's weight, a cache.
+        # Computed tensors too, which deepcopy refuses: a hook's weight, a cache.
         for t in (leaf for module in model.modules() for leaf in tree_leaves(vars(module)) if isinstance(leaf, Tensor)):
             ghost = self._tensor(t)
             memo[id(t)] = nn.Parameter(ghost, t.requires_grad) if isinstance(t, nn.Parameter) else ghost

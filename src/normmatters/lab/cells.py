@@ -1,4 +1,4 @@
-"""The paper's figures and tables as TOML files: one file a cell, the paper's own regime as its body.
+"""The paper's figures and tables as TOML files: one file per cell, the paper's own regime as its body.
 
 A cell file is a run's config (see ``config.py``) with a few more keys, which are split off here:
 
@@ -71,7 +71,7 @@ class Cell:
     paper: Paper
     same_as: str | None = None
     only: tuple[Preset, ...] = _USUAL
-    point: Mapping[str, Any] = field(default_factory=dict)  # of its file's grid: what no preset changes
+    point: Mapping[str, Any] = field(default_factory=dict)  # the settings of its file's grid, which no preset changes
 
     @property
     def experiment(self) -> str:
@@ -83,7 +83,7 @@ class Cell:
 
     @property
     def of_user(self) -> bool:
-        """Whether it has no file here: it was made up for a run of the user's own."""
+        """Whether it has no file here: it stands for a run of the user's own."""
         return not self.table and not self.same_as
 
     @property

@@ -1,4 +1,4 @@
-"""How many runs fit side by side: a rough need of one run against what is free, before anything is started."""
+"""How many runs fit side by side: a rough estimate of their memory against what is free, before any starts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PROCESS = {"cpu": 0.45, "cuda": 0.8}  # GiB: libraries and data; a CUDA context
 
 
 def need_bytes(config: RunConfig, device: str) -> int:
-    """About what one run takes on the device."""
+    """Roughly the device memory that one run takes."""
     data, model = config.data, config.model
     if model.name in _TOKEN_MIB:
         mib = _TOKEN_MIB[model.name] * data.tokens * ((model.d_model or 512) / 512)
@@ -37,7 +37,7 @@ def need_bytes(config: RunConfig, device: str) -> int:
 
 
 def free_bytes(device: str) -> int | None:
-    """What is free on the device; None where nothing tells."""
+    """Free memory on the device; None if the system does not tell."""
     if device.startswith("cuda"):
         import torch
 

@@ -75,9 +75,9 @@ class Run:
 
     @property
     def diverged(self) -> bool:
-        """Whether the loss was no longer a number in the end: a result, not a failure of the run.
+        """Whether the loss ended as NaN or infinite: a result, not a failure of the run.
 
-        Of training, which ends the run, or of validation, whose accuracy is then that of a guess.
+        The training loss ends the run. With the validation loss the accuracy is that of a guess.
         """
         validated = [row for row in self.metrics if "val_loss" in row]
         in_the_end = self.finished and bool(validated) and validated[-1]["val_loss"] is None
@@ -85,12 +85,12 @@ class Run:
 
     @property
     def alone_on_gpu(self) -> bool:
-        """The trainer measures a peak of memory there only."""
+        """Only then a run records its peak memory."""
         return "peak_memory" in {**(self.error or {}).get("metrics", {}), **(self.summary or {})}
 
     @property
     def val_examples(self) -> int | None:
-        """How many images the validation set has; None for text and for sets of the user's own."""
+        """The number of images in the validation set; None for text and for the user's own sets."""
         data = self.config.data
         if own_images(data.name, data.dir):
             return None
@@ -100,7 +100,7 @@ class Run:
         return size if size is None else min(size, data.val_size or size)
 
     def values(self, metric: Metric) -> list[float]:
-        """Of the epochs that have one."""
+        """The metric of the epochs that have it."""
         return [value for row in self.metrics if (value := metric.of(row)) is not None]
 
     def last(self, metric: Metric) -> float | None:

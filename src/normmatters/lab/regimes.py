@@ -68,7 +68,7 @@ def find_recording(run_dir: Path, config: RunConfig, reference_dir: str | Path |
     )
 
 
-_HOW = ("fused", "foreach", "capturable")  # of a parameter group: by which kernels, not which numbers
+_HOW = ("fused", "foreach", "capturable")  # keys of a parameter group that choose kernels, not numbers
 
 
 @dataclass(eq=False)
@@ -147,9 +147,9 @@ class Regime:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The state may be of another device, or of eager steps: how this optimizer takes its steps stays its own.
+        """Load a state that may come from another device, or from eager steps; this optimizer's kernels stay its own.
 
-        A learning rate that is a number would be part of a captured graph, and stay what it was then.
+        A learning rate that is a tensor here stays one: a captured graph would hold a number forever.
         """
         saved = []
         for group, other in zip(self.optimizer.param_groups, state["optimizer"]["param_groups"], strict=True):
@@ -165,7 +165,7 @@ class Regime:
 
 
 def find_invariant(config: RunConfig, model: nn.Module, example: Any) -> ScaleInvariantParameters | None:
-    """The scale-invariant weights, where a mode or the recording needs them; None where it would find none in time."""
+    """The scale-invariant weights, if a mode needs them or the recorder of images could use them; else None."""
     optim = config.optim
     needed = optim.mode not in ("wd_on", "wd_off") or optim.invariant_lr is not None
     text = config.data.name in TEXT
@@ -180,7 +180,7 @@ def find_invariant(config: RunConfig, model: nn.Module, example: Any) -> ScaleIn
 
 
 def _all_convolutions(model: nn.Module) -> ScaleInvariantParameters:
-    """Every convolution's weights, said to be invariant by channel: a control, in which they need not be."""
+    """All convolutions' weights, treated as invariant by channel without a test: a control."""
     names = {f"{n}.weight": m.weight for n, m in model.named_modules() if isinstance(m, nn.Conv2d)}
     every = {n: torch.ones(len(w), dtype=torch.bool, device="cpu") for n, w in names.items()}
     untested = {n: Invariance("channel", 0, mask, (), math.nan, math.nan) for n, mask in every.items()}
@@ -198,7 +198,7 @@ def build_regime(
     optim = config.optim
     needed = optim.epochs * steps_per_epoch
     if recording is not None:
-        half = config.precision.amp == "fp16"  # it leaves out steps that overflow; those of this run are others
+        half = config.precision.amp == "fp16"  # leaves out steps that overflow, in this run not the same ones
         missing = needed - int(recording.steps[-1])
         longest = max((b - a for a, b in zip((0, *recording.epoch_ends), recording.epoch_ends)), default=0)
         problem = ""
@@ -241,7 +241,7 @@ def build_regime(
 
 
 def _lengthened(recording: Recording, steps: int) -> Recording:
-    """With so many more steps in its last epoch, at the last norms and learning rates."""
+    """The recording with ``steps`` more in its last epoch, at the last norms and learning rates."""
 
     def held(rows: Tensor) -> Tensor:
         return torch.cat([rows, rows[-1:].expand(steps, -1)])
@@ -322,7 +322,7 @@ def _optimizer(optim: OptimConfig, groups: list[dict[str, Any]], device: torch.d
     if optim.name == "sgd":
         optimizer = SGD(groups, **sgd, fused=cuda)
         if cuda and optim.momentum:
-            # If fp16's first step overflows, torch's fused SGD leaves it out but keeps momenta that nothing has set.
+            # If fp16's first step overflows, torch's fused SGD skips it, but keeps momenta that were never set.
             for parameter in (p for group in groups for p in group["params"]):
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     else:

@@ -61,7 +61,7 @@ class Runner:
         if workers < 1:
             raise ValueError(f"jobs must be at least 1, got {workers}")
         self.plan, self.workers, self.data_dir = plan, workers, data_dir
-        self.messages: list[str] = []  # what was decided on the way
+        self.messages: list[str] = []  # decisions that the user should know of
         self._processes, self._threads = processes or Processes(data_dir), threads
         self._threads_work = True
         self._active: dict[Path, tuple[Worker, Launcher]] = {}
@@ -161,7 +161,7 @@ class Runner:
 
 @contextlib.contextmanager
 def _interrupts() -> Iterator[list[int]]:
-    """Ctrl-C raises as ever, and is noted too: an exception inside a finalizer or a callback is lost."""
+    """Ctrl-C raises as usual, and is noted: an exception inside a finalizer or a callback would be lost."""
     seen: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield seen

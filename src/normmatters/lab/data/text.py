@@ -64,7 +64,7 @@ def read_pairs(folder: Path, split: str, source: str, target: str) -> Pairs:
 
 
 def make_tokenizer(lines: list[str], vocab_size: int, learned: str | None = None) -> Any:
-    """A joint byte-level BPE: the one that ``learned`` (JSON) describes, else learned from ``lines``."""
+    """A joint byte-level BPE: as ``learned`` (JSON) describes it, else learned from ``lines``."""
     try:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     except ImportError:
@@ -106,11 +106,11 @@ class _Sentences:
         position = torch.arange(width, device=rows.device)
         inside = position < self.device_lengths[rows, None]
         index = (self.starts[rows, None] + position).clamp_(max=len(self.flat) - 1)
-        return self.flat[index].long().masked_fill_(~inside, PAD)  # torch.where would send PAD over, and wait for it
+        return self.flat[index].long().masked_fill_(~inside, PAD)  # torch.where would copy PAD to the device, and wait
 
 
 class TextLoader:
-    """Sentence pairs in batches of at most ``tokens`` padded tokens a side, alike lengths together, new each epoch."""
+    """Sentence pairs of like length in batches of at most ``tokens`` padded tokens per side, new ones each epoch."""
 
     def __init__(
         self, pairs: list[tuple[list[int], list[int]]], tokens: int, seed: int, shard: Shard, device: torch.device
@@ -143,7 +143,7 @@ class TextLoader:
         return [-(-int(longest) // _GRID) * _GRID for longest in self._longest]
 
     def epoch(self, epoch: int) -> Iterator[TextBatch]:
-        """Sentences of the same length change places between batches, and the batches their order."""
+        """Shuffle sentences of the same length between batches, and the order of the batches."""
         generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % (1 << 63))
         shuffled = torch.randperm(self.count, generator=generator).numpy()
         order = shuffled[np.argsort(self.lengths[shuffled], kind="stable")]
@@ -167,13 +167,13 @@ class TextLoader:
         count = len(rows)
         below = (0, 0, 0, self.shapes[width] - count)
         source, target_in, target_out = (F.pad(t, below, value=PAD) for t in self._pairs(rows, width, width))
-        source[count:, 0].fill_(EOS)  # attention to nothing at all would be NaN
+        source[count:, 0].fill_(EOS)  # attention to no word at all would be NaN
         return TextBatch(source, target_in, target_out, None)
 
     def _batch(self, rows: np.ndarray, on_device: Tensor) -> TextBatch:
-        """``rows`` twice, on the host for the shapes and on the device for the tokens: no transfer, no wait."""
+        """``rows`` come twice, on the host for shapes and on the device for tokens: nothing waits for a copy."""
         mine = slice(self.shard.rank, None, self.shard.world)
-        empty = len(rows) <= self.shard.rank  # a process without a row repeats one, which counts for nothing
+        empty = len(rows) <= self.shard.rank  # a process without a row takes one whose targets are all padding
         mine = slice(0, 1) if empty else mine
         widths = (int(self.source.lengths[rows[mine]].max()), int(self.target.lengths[rows[mine]].max()) - 1)
         source, target_in, target_out = self._pairs(on_device[mine], *widths)

@@ -87,7 +87,7 @@ class Chart:
 
 
 def _y_range(chart: Chart) -> tuple[float, float]:
-    """All curves' ends and most of their middles; the first steep epochs may leave the frame."""
+    """The frame shows all curves' ends and most of their middles; the first steep epochs may leave it."""
     drawn = [s for s in chart.series if s.points]
     framed = [s for s in drawn if not s.diverged] or drawn
     shown = [p[1] for s in framed for p in s.points] + [s.paper for s in drawn if s.paper is not None]
@@ -177,7 +177,7 @@ class Frame:
 
 
 def _part(value: float, ends: tuple[float, float], log: bool) -> float:
-    """How far between the ends of an axis."""
+    """Where a value lies between the ends of an axis, 0 to 1."""
     low, high = ends
     return math.log(value / low) / math.log(high / low) if log else (value - low) / (high - low)
 
@@ -242,7 +242,7 @@ def _legend(chart: Chart, left: int, width: int) -> list[dict[str, object]]:
 
 
 def _framed(chart: Chart) -> Chart:
-    """What a picture's frame is for: no intervals, and curves without their first eighth, which may leave it."""
+    """The part of a chart that a picture's frame must hold: no intervals, and no first eighth of a curve."""
     first = 0.0 if chart.against else max((p[0] for s in chart.series for p in s.points), default=0.0) / 8
     return replace(
         chart,
@@ -283,7 +283,7 @@ def _environment() -> Environment:
 
 
 def _dash(slot: int) -> str:
-    """The colours come again after six, each with another dash."""
+    """The colours repeat after six, each with another dash."""
     return DASHES[(slot + slot // 6) % 6]
 
 

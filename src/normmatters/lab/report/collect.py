@@ -27,7 +27,7 @@ class Result:
 
     @property
     def done(self) -> tuple[Run, ...]:
-        """Runs that say something about the cell: finished, or diverged."""
+        """The runs with a result: finished, or diverged."""
         return tuple(r for r in self.runs if r.finished or r.diverged)
 
     @property
@@ -45,7 +45,7 @@ class Result:
 
     @property
     def diverged(self) -> list[Run]:
-        """The runs that did."""
+        """The runs that diverged."""
         return [run for run in self.done if run.diverged]
 
     @property
@@ -54,7 +54,7 @@ class Result:
 
     @property
     def divergence(self) -> str:
-        """ "diverged", and in how many seeds where it was not in all; empty where none did."""
+        """ "diverged", and in how many seeds if not in all; empty if none did."""
         some = f" in {len(self.diverged)} of {len(self.done)} seeds" * (not self.all_diverged)
         return f"diverged{some}" if self.diverged else ""
 
@@ -85,7 +85,7 @@ class Result:
     def differences(self) -> list[tuple[str, str, str]]:
         """``(what, here, in the paper)`` for each setting in which these runs differ from the paper's own regime.
 
-        What no setting can say has no second and third part.
+        A difference that no setting expresses has empty second and third parts.
         """
         if self.cell.of_user:
             return []
@@ -114,7 +114,7 @@ class Result:
         return paper.note or "–" if paper.value is None else f"{paper.value:g} {metric.unit or metric.label}"
 
     def sampling_error(self, name: str) -> float | None:
-        """The standard error of a share of images of a validation set of this size; None of what is no such share."""
+        """The standard error of an accuracy or error on a validation set of this size; None for other metrics."""
         mean, size = self.final(name), self.runs[0].val_examples
         if mean is None or not size or name not in ("accuracy", "error"):
             return None
@@ -163,8 +163,8 @@ class Collection:
 def collect(paths: Iterable[str | Path], progress: Callable[[str], None] | None = None) -> Collection:
     """Read every run below ``paths``: folders with a ``config.json``, and published runs, one file each.
 
-    A ``config.json`` that is no run's is left out and named in the report. ``progress`` is called with a few words from
-    time to time: thousands of runs take seconds.
+    A ``config.json`` of something else is left out and named in the report. ``progress`` is called with a few words
+    from time to time: thousands of runs take seconds.
     """
     runs: list[Run] = []
     foreign: list[Path] = []
@@ -199,7 +199,7 @@ def collect(paths: Iterable[str | Path], progress: Callable[[str], None] | None 
             raise ValueError(f"{name} has runs of different settings ({where}): report one folder at a time")
         count = Counter(run.seed for run in group)
         twice = [run for run in group if count[run.seed] > 1]
-        if twice:  # which would count as two seeds, and halve the noise
+        if twice:  # they would count as two seeds
             where = ", ".join(str(run.path) for run in twice[:4])
             raise ValueError(f"{name} has seed {twice[0].seed} more than once ({where}): report one of them")
     cells = {cell.id: cell for cell in load_cells()}
@@ -218,7 +218,7 @@ def collect(paths: Iterable[str | Path], progress: Callable[[str], None] | None 
 
 
 def _identity(config: RunConfig) -> RunConfig:
-    """What the seeds of a cell must have in common."""
+    """The settings that all seeds of a cell must share."""
     decoding = _config.RuntimeConfig(beam=config.runtime.beam, length_penalty=config.runtime.length_penalty)
     return replace(config, seed=0, label="", runtime=decoding)
 
@@ -278,7 +278,7 @@ def _words(config: dict[str, Any]) -> dict[str, str]:
     return {**describe(config), **_others(config)}
 
 
-# Settings that ``describe`` tells, that say where data lie, or that change no number.
+# Settings that ``describe`` covers, that say where data lie, or that change no number.
 _DESCRIBED = {
     "data": {"name", "dir", "batch_size", "eval_batch_size", "train_size", "resident", "source", "target", "tokens"}
     | {"train_split", "val_split", "test_split"},

@@ -111,13 +111,13 @@ def _trained(result: Result) -> str:
 
 
 def _deviations(results: Sequence[Result]) -> str:
-    """What these runs have that their cell no longer has: runs from before a comparison was put right."""
+    """Settings of these runs that their cells no longer have: the cells were corrected after the runs."""
     texts = {f"{r.cell.label}: {text}": None for r in results for text in r.deviations}
     return "; ".join(texts)
 
 
 def _stand_in(claim: Claim, results: Sequence[Result]) -> str:
-    """Network and data, where the claim names a network and these are runs of another; else empty."""
+    """Network and data, if the claim names a network and these runs had another; else empty."""
     if "ResNet" not in claim.text or not any(what == "network" for what, _, _ in differences(results)):
         return ""
     return ", ".join(dict.fromkeys(result.setting for result in results))
@@ -152,9 +152,9 @@ def compare(rule: Rule, margin: float, low: float, high: float) -> Kind:
 def _bounds(
     gap: Interval, x: Mapping[int, float], y: Mapping[int, float], x_error: float | None, y_error: float | None
 ) -> tuple[float, float]:
-    """The ends of the interval. With too few seeds they are where nobody could doubt them (see ``lab/claims.py``).
+    """The ends of the interval. With too few seeds they are so wide that nobody could doubt them (``lab/claims.py``).
 
-    Those are the gaps of the closest and of the farthest two runs, and ten standard errors of the validation set more.
+    They are then the gaps of the closest and of the farthest two runs, and ten standard errors of the validation set.
     """
     if gap.e is not None:
         return gap.mean - gap.e, gap.mean + gap.e

@@ -1,4 +1,4 @@
-"""The report's content, one section per experiment: the page, the Markdown and the figures all show these."""
+"""The report's content, one section per experiment, for the page, the Markdown and the figures."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _with_own_cells(experiment: Experiment, results: dict[str, Result]) -> Exper
 
 
 def charts(experiment: Experiment, results: dict[str, Result]) -> list[tuple[Panel, Chart]]:
-    """The panels that have something to draw which no panel before them has drawn."""
+    """The panels that draw something which no panel before them has drawn."""
     panels = []
     drawn: set[tuple[str, str]] = set()
     for panel in experiment.panels:
@@ -159,7 +159,7 @@ def _stand_in(panel: Panel, results: dict[str, Result]) -> str:
 
 
 def facts(collection: Collection) -> dict[str, str]:
-    """What the whole report rests on: how many runs, on which data, where, and how long."""
+    """The report's head: how many runs, on which data, where, and how long."""
     runs = collection.runs
     words = {result.runs[0].cell_id: result.words for result in collection.results.values()}
 

@@ -40,7 +40,7 @@ class ReadWriteLock:
             self._leave()
 
     def pause(self) -> None:
-        """Let threads pass that wait to be alone. A sharer calls it wherever it has nothing half done."""
+        """Let threads pass that wait to be alone. A sharer calls it between pieces of work."""
         if self._wanted:
             self._leave()
             self._enter()
