@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from normmatters.lab.data.images import (
 )
 from normmatters.lab.data.text import TextData
 
-__all__ = ["ImageData", "Shard", "TextData", "data_root", "load_data", "warm_text_cache"]
+__all__ = ["ImageData", "Shard", "TextData", "data_root", "load_data"]
 
 RESIDENT_BYTES = 4 << 30  # a set up to this size lives on the device
 
@@ -114,13 +113,6 @@ def load_data(
     loader = StreamLoader(sources[0], config.batch_size, shape, seed, shard, device, crop_on_read=crop_on_read)
     evaluation = EvalLoader(sources[1], config.eval_batch_size, shard, device)
     return ImageData(loader, evaluation, classes, train.channels, train.size, usual.mean, usual.std)
-
-
-def warm_text_cache(config: DataConfig, data_dir: str | Path | None, run_folder: Path) -> None:
-    """Read and encode the text of a run, if it is one of text, so that ``load_data`` finds it done. Never raises."""
-    if config.name in TEXT:
-        with contextlib.suppress(OSError, ValueError):  # the run will meet the same, and report it
-            text.read_encoded(config, _folder(config, data_dir), run_folder)
 
 
 def _folder(config: DataConfig, data_dir: str | Path | None) -> Path | None:

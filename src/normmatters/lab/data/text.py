@@ -226,10 +226,19 @@ def load(
     config: DataConfig, folder: Path | None, *, seed: int, shard: Shard, device: torch.device, cache: Path | None
 ) -> TextData:
     """``cache``: a folder for the learned tokenizer, so that a resumed run has the same one."""
-    encoded = read_encoded(config, folder, cache)
+    tokenizer = None if cache is None else cache / _TOKENIZER
+    learned = tokenizer.read_text(encoding="utf-8") if tokenizer is not None and tokenizer.is_file() else None
+    changed: tuple[int, ...] = ()
+    if config.name != "numbers":
+        if folder is None or not folder.is_dir():
+            a, b = (f"{config.train_split}.{language}" for language in (config.source, config.target))
+            problem = f"no folder of parallel text: {folder}; it has a file per split and language ({a}, {b}, ...)"
+            raise ValueError(f"{problem}, line by line. Name the folder above it with --data-dir or NORMMATTERS_DATA")
+        changed = times_of_change(folder)
+    encoded = _encode(config, folder, changed, learned)
     train, val = (TextLoader(pairs, config.tokens, seed, shard, device) for pairs in encoded[:2])
     data = TextData(train, val, *encoded[2:], config.max_length)
-    if cache is not None and not (cache / _TOKENIZER).is_file():
+    if cache is not None and learned is None:
         data.save_tokenizer(cache)
     return data
 
@@ -242,20 +251,6 @@ class Encoded(NamedTuple):
     test_sources: list[list[int]]
     references: list[str]
     tokenizer: Any
-
-
-def read_encoded(config: DataConfig, folder: Path | None, cache: Path | None) -> Encoded:
-    """The splits as token ids, by the tokenizer in ``cache`` where there is one. It may take seconds, once."""
-    path = None if cache is None else cache / _TOKENIZER
-    learned = path.read_text(encoding="utf-8") if path is not None and path.is_file() else None
-    changed: tuple[int, ...] = ()
-    if config.name != "numbers":
-        if folder is None or not folder.is_dir():
-            a, b = (f"{config.train_split}.{language}" for language in (config.source, config.target))
-            problem = f"no folder of parallel text: {folder}; it has a file per split and language ({a}, {b}, ...)"
-            raise ValueError(f"{problem}, line by line. Name the folder above it with --data-dir or NORMMATTERS_DATA")
-        changed = times_of_change(folder)
-    return _encode(config, folder, changed, learned)
 
 
 @functools.lru_cache(maxsize=2)

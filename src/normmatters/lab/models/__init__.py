@@ -35,7 +35,7 @@ def build_model(config: ModelConfig, data: ImageData | TextData) -> nn.Module:
 
 
 def build_image_model(config: ModelConfig, *, channels: int, classes: int, size: int) -> nn.Module:
-    """VGG11, a small CNN, or a ResNet.
+    """VGG11, a small CNN, or a ResNet; ``config.name`` must be of a model for images, as a run's config makes sure.
 
     >>> build_image_model(ModelConfig("resnet20", norm="l1"), channels=3, classes=10, size=32)  # doctest: +ELLIPSIS
     ResNet(...
@@ -50,10 +50,8 @@ def build_image_model(config: ModelConfig, *, channels: int, classes: int, size:
         model = ResNet(BasicBlock, [_CIFAR_DEPTHS[config.name]] * 3, (16, 32, 64), norm, **residual)
     elif config.name == "resnet18":
         model = ResNet(BasicBlock, (2, 2, 2, 2), (64, 128, 256, 512), norm, **residual)
-    elif config.name == "resnet50":
-        model = ResNet(Bottleneck, (3, 4, 6, 3), (64, 128, 256, 512), norm, **residual)
     else:
-        raise ValueError(f"{config.name} is no model for images")
+        model = ResNet(Bottleneck, (3, 4, 6, 3), (64, 128, 256, 512), norm, **residual)
     return _with_weight_norm(model, config)
 
 
@@ -65,8 +63,6 @@ def build_text_model(config: ModelConfig, vocabulary: int, max_length: int) -> T
         "transformer": {"layers": 6, "d_model": 512, "heads": 8, "d_ff": 2048, "dropout": 0.1},
         "transformer_small": {"layers": 3, "d_model": 256, "heads": 4, "d_ff": 1024, "dropout": 0.1},
     }
-    if config.name not in usual:
-        raise ValueError(f"{config.name} is no model for text")
     chosen = {k: v if getattr(config, k) is None else getattr(config, k) for k, v in usual[config.name].items()}
     model: Translator
     if config.name == "lstm":

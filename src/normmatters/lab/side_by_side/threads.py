@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from normmatters.lab.config import RunConfig
-from normmatters.lab.data import warm_text_cache
 from normmatters.lab.errors import describe_error
 from normmatters.lab.processes import train_when_free
 from normmatters.lab.side_by_side.graphs import own_stream
@@ -26,7 +25,6 @@ class Threads:
 
     def __init__(self, count: int, data_dir: str | Path | None, train: Callable[..., None] = train_when_free) -> None:
         self.data_dir, self._train = data_dir, train
-        self._reading = threading.Lock()
         self._pool = ThreadPoolExecutor(count, thread_name_prefix="run")
 
     def start(self, config: RunConfig, folder: Path) -> RunThread:
@@ -46,8 +44,6 @@ class Threads:
             own = torch.cuda.stream(own_stream(torch.device(config.runtime.device)))
         try:
             with own:
-                with self._reading:  # one thread reads the text for all; it takes seconds, and no training run waits
-                    warm_text_cache(config.data, self.data_dir, folder)
                 self._train(config, folder, self.data_dir, progress=check)
             return {}
         except Exception as error:
