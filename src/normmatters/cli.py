@@ -205,7 +205,10 @@ def reproduce(
     console = Console()
     cells, done = len({run.id for run in plan}), len(plan) - len(waiting)
     finished = f", {done} of them finished" if done else ""
-    console.print(f"[bold]{len(plan)} runs[/] of {cells} cells in {escape(str(out))}{finished}", highlight=False)
+    console.print(
+        f"[bold]{_count(len(plan), 'run')}[/] of {_count(cells, 'cell')} in {escape(str(out))}{finished}",
+        highlight=False,
+    )
     if dry_run:
         for run in waiting:
             console.print(f"  {run.id} [dim]seed {run.seed}, {run.epochs} epochs", highlight=False)
@@ -226,6 +229,10 @@ def reproduce(
         console.print(f"[bold red]{len(failed)} of {len(plan)} runs did not finish:[/]", highlight=False)
         show_reasons(console, failed)
         raise typer.Exit(1)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def _folder_to_write(path: Path, option: str) -> Path:
@@ -357,7 +364,7 @@ def publish(
     console = Console()
     if runs:
         kept = keep(runs, to / preset)
-        console.print(f"[bold]{len(kept)} runs[/] in {escape(str(to / preset))}", highlight=False)
+        console.print(f"[bold]{_count(len(kept), 'run')}[/] in {escape(str(to / preset))}", highlight=False)
     for report in redraw(to, into or ()):
         _show_report(console, report)
 

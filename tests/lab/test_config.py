@@ -69,12 +69,12 @@ def test_extends_takes_what_is_not_said(tmp_path: Path) -> None:
     ("table", "message"),
     [
         ({"optim": {"learning_rat": 1.0}}, "unknown key 'optim.learning_rat'"),
-        ({"model": {"nrom": "l1"}}, "unknown key 'model.nrom'; did you mean 'norm'"),
+        ({"model": {"nrom": "l1"}}, "unknown key 'model.nrom'; did you mean 'model.norm'"),
         ({"modle": {}}, "did you mean 'model'"),
         ({"model": {"name": "resnet57"}}, "did you mean 'resnet56'"),
         ({"model": 3}, r"\[model\] must be a table"),
-        ({"optim": {"epochs": 1.5}}, "optim.epochs must be int, got 1.5"),
-        ({"optim": {"epochs": True}}, "optim.epochs must be int, got True"),
+        ({"optim": {"epochs": 1.5}}, "optim.epochs must be a whole number, got 1.5"),
+        ({"optim": {"epochs": True}}, "optim.epochs must be a whole number, got True"),
         ({"optim": {"lr": -1}}, "optim.lr must be a positive number"),
         ({"optim": {"milestones": [3, 1]}}, "rising order"),
         ({"optim": {"mode": "corrected"}}, "optim.reference"),
@@ -159,9 +159,9 @@ def test_overrides() -> None:
     assert table == apply_overrides(config, ["optim.lr=0.2", "optim.gamma=0.5"]) != config
     for bad, message in [
         ("optim.lr", "expected key=value"),
-        ("optim.rl=1", "did you mean 'lr'"),
+        ("optim.rl=1", "did you mean 'optim.lr'"),
         ("optm.lr=1", "did you mean 'optim'"),
-        ("optim.lr=fast", "optim.lr must be float, got 'fast'"),
+        ("optim.lr=fast", "optim.lr must be a number, got 'fast'"),
     ]:
         with pytest.raises(ValueError, match=message):
             apply_overrides(config, [bad])

@@ -84,12 +84,13 @@ def doctor(
     ] = "l1",
     layer_norm: Annotated[str | None, typer.Option(help="The same for layer norms. Without it they stay.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Dtype of the activations: float32, float16 or bfloat16.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Skip the test for scale invariance.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", metavar="", help="Skip the test for scale invariance.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print JSON.")] = False,
     env: Annotated[
         bool,
         typer.Option(
             "--env",
+            metavar="",
             is_eager=True,
             callback=_print_environment,
             help="Only say which kernels run here, and why not others. Needs no MODEL.",

@@ -170,9 +170,22 @@ def _read_folder(folder: Path) -> Run:
         value = read_value(folder / name) if (folder / name).exists() else None
         return value if isinstance(value, dict) else None
 
-    config = _run_config(table("config.json"), folder / "config.json")
+    try:
+        config = _run_config(table("config.json"), folder / "config.json")
+    except ForeignConfig:
+        raise
+    except ValueError as error:
+        if any((folder / name).exists() for name in ("metrics.jsonl", "summary.json", "environment.json")):
+            raise
+        raise ForeignConfig(str(error)) from None  # no other file here is of a run
     rows, summary = read_metrics(folder / "metrics.jsonl"), table("summary.json")
     if summary is not None and len(rows) < (epochs := summary.get("epoch", 0)):  # their last line is not its result
         lost = f"finished with {epochs} epochs, but {len(rows)} are left in metrics.jsonl"
         raise ValueError(f"{folder}: {lost}; remove summary.json, and its command brings them back")
-    return Run(folder, config, table("environment.json") or {}, rows, summary, table("error.json"))
+    return Run(folder, config, table("environment.json") or {}, rows, summary, _error(table("error.json")))
+
+
+def _error(error: dict[str, Any] | None) -> dict[str, Any] | None:
+    """An ``error.json`` without the fields that are not of the type that a run writes."""
+    kinds = {"kind": str, "message": str, "metrics": dict}
+    return error and {key: value for key, value in error.items() if isinstance(value, kinds.get(key, object))}

@@ -45,7 +45,8 @@ def convert(cls: type, table: Any, prefix: str, origin: str) -> dict[str, Any]:
     for key, value in table.items():
         if key not in hints:
             inner = [f"{name}.{key}" for name, hint in hints.items() if key in _hints(hint)]
-            near = f"; did you mean {inner[0]!r}?" if inner else suggest(key, hints)
+            near = suggest(prefix + key, [prefix + name for name in hints])
+            near = f"; did you mean {inner[0]!r}?" if inner else near
             raise ValueError(f"{origin}: unknown key {prefix + key!r}{near}")
         if dataclasses.is_dataclass(hints[key]):
             values[key] = build(hints[key], value, f"{prefix}{key}.", origin)
@@ -67,7 +68,7 @@ def _convert(value: Any, hint: Any, key: str, origin: str) -> Any:
     if result is _NO:
         options = [a for a in _flatten(hint) if isinstance(a, str)]
         kind = {tuple: "a list of", Mapping: "tables named"}.get(get_origin(hint), "one of")  # type: ignore[arg-type]
-        expected = f"{kind} {', '.join(options)}" if options else str(hint).replace("<class '", "").replace("'>", "")
+        expected = f"{kind} {', '.join(options)}" if options else _describe(hint)
         words = [value] if isinstance(value, str) else value if isinstance(value, list | Mapping) else []
         unknown = [word for word in words if isinstance(word, str) and word not in options]
         near = meant(unknown[0], options) if unknown else ""
@@ -108,3 +109,14 @@ def _match(value: Any, hint: Any) -> Any:
 
 def _flatten(hint: Any) -> list[Any]:
     return [b for a in get_args(hint) for b in (_flatten(a) if get_origin(a) else [a])]
+
+
+_KINDS = {float: "a number", int: "a whole number", bool: "true or false", str: "a text", type(None): "nothing"}
+
+
+def _describe(hint: Any) -> str:
+    """What a user may write, in words: "a number", "a whole number or nothing"."""
+    if get_origin(hint) is tuple:
+        return f"a list, each of it {_describe(get_args(hint)[0])}"
+    options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    return " or ".join(_KINDS.get(option) or _describe(option) for option in options)

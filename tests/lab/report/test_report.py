@@ -283,10 +283,12 @@ def test_a_foreign_config_does_not_stop_the_report(tmp_path: Path) -> None:
     write_run(tmp_path, "fig1/wd_on")
     (tmp_path / "app").mkdir()
     (tmp_path / "app" / "config.json").write_text('{"port": 8080}')
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "config.json").write_text('{"port": 8080,} // not JSON')
     report = write_report([tmp_path], tmp_path / "out")
     assert len(report.collection.runs) == 1
-    assert "app: its config.json is no run's" in report.markdown.read_text()
-    assert "config.json is no run" in report.html.read_text()
+    assert "app: its config.json does not belong to a run" in report.markdown.read_text()
+    assert "config.json does not belong to a run" in report.html.read_text()
     with pytest.raises(ValueError, match="not the config of a run"):
         collect([tmp_path / "app"])
 
@@ -295,6 +297,16 @@ def test_an_empty_summary_is_no_result(tmp_path: Path) -> None:
     folder = write_run(tmp_path, "fig1/wd_on")
     (folder / "summary.json").write_text("{}")
     assert len(collect([tmp_path]).unfinished) == 1
+
+
+@pytest.mark.parametrize("error", ['{"kind": 5, "message": [1], "metrics": 3}', '{"kind": {}}', "[]", "7"])
+def test_an_error_of_wrong_types_is_left_out(error: str, tmp_path: Path) -> None:
+    folder = write_run(tmp_path, "fig1/wd_on")
+    (folder / "summary.json").unlink()
+    (folder / "error.json").write_text(error)
+    report = write_report([tmp_path], tmp_path / "out")
+    assert len(report.collection.unfinished) == 1
+    assert "fig1/wd_on, seed 0: stopped" in report.markdown.read_text()
 
 
 def test_a_named_pipe_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,16 @@
+"""Where the command ``normmatters`` starts. It stands outside of the package, whose import loads PyTorch."""
+
+import signal
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Run the command line. Ctrl-C while PyTorch is being loaded, about a second, ends it without a traceback."""
+    heard = signal.getsignal(signal.SIGINT)
+    if heard is signal.default_int_handler:  # in the background of a shell it is ignored, and stays so
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from normmatters.cli import main as run
+
+    signal.signal(signal.SIGINT, heard)
+    run()
