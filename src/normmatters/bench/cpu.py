@@ -311,10 +311,10 @@ def _check_step(model: nn.Module, plain: nn.Module) -> float:
 
 
 _L1 = {"part": ["batch_norm"], "variant": ["l1"]}
-#: The columns of the summary, each with the values that its rows have.
+#: The rows of the summary, each with the values that its rows have.
 SUMMARY: dict[str, Mapping[str, Sequence[str]]] = {
     "L1 BN+ReLU, fp32": {**_L1, "form": ["relu"], "dtype": ["fp32"]},
-    "in bf16": {**_L1, "form": ["relu"], "dtype": ["bf16"]},
+    "L1 BN+ReLU, bf16": {**_L1, "form": ["relu"], "dtype": ["bf16"]},
     "L1 BN+add+ReLU": {**_L1, "form": ["add_relu"]},
     "L∞, range": {"part": ["batch_norm"], "variant": ["linf", "range"], "form": ["relu"]},
     "Top(10)": {"part": ["batch_norm"], "variant": ["top10"], "form": ["relu"]},
@@ -324,19 +324,24 @@ SUMMARY: dict[str, Mapping[str, Sequence[str]]] = {
     "`WeightDecayFreeSGD`": {"part": ["optimizer"], "variant": ["WeightDecayFreeSGD"]},
     "`AngularSGD`": {"part": ["optimizer"], "variant": ["AngularSGD"]},
     "ResNet-18 step": {"part": ["step"], "variant": ["l1"]},
-    "with lean": {"part": ["step"], "variant": ["l1_lean"]},
+    "ResNet-18 step, lean": {"part": ["step"], "variant": ["l1_lean"]},
 }
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Geometric mean and worst of the ratios to PyTorch's own, for each kind of row, as Markdown."""
-    columns = [("time ÷ PyTorch's", "---", "geometric mean", "worst")]
+    """Geometric mean and worst of the ratios to PyTorch's own, for each kind of row, as Markdown in two halves."""
+    cells = []
     measured = [row for row in rows if row["status"] == "ok" and row.get("ratio")]
     for head, values in SUMMARY.items():
         chosen = [row for row in measured if all(row.get(key) in allowed for key, allowed in values.items())]
         ratios = [row["ratio"] for row in chosen]
         saved = [row["memory_ratio"] for row in chosen if row.get("memory_ratio")]
         memory = f" (memory {max(saved):.2f})" if saved else ""
-        mean = f"{statistics.geometric_mean(ratios):.2f}{memory}" if ratios else "–"
-        columns.append((head, "--:", mean, f"{max(ratios):.2f}" if ratios else "–"))
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in zip(*columns))
+        if ratios:
+            cells.append(f"{head} | {statistics.geometric_mean(ratios):.2f}{memory} | {max(ratios):.2f}")
+    half = -(-len(cells) // 2)
+    lines = ["time ÷ PyTorch's | mean | worst | | mean | worst", "--- | --: | --: | --- | --: | --:"]
+    lines += [
+        f"{left} | {right}" for left, right in itertools.zip_longest(cells[:half], cells[half:], fillvalue=" | | ")
+    ]
+    return "\n".join(f"| {line} |" for line in lines)

@@ -116,7 +116,8 @@ _KINDS = {float: "a number", int: "a whole number", bool: "true or false", str: 
 
 def _describe(hint: Any) -> str:
     """What a user may write, in words: "a number", "a whole number or nothing"."""
+    if get_origin(hint) in (Union, types.UnionType):
+        return " or ".join(map(_describe, get_args(hint)))
     if get_origin(hint) is tuple:
         return f"a list, each of it {_describe(get_args(hint)[0])}"
-    options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    return " or ".join(_KINDS.get(option) or _describe(option) for option in options)
+    return "a table" if get_origin(hint) is Mapping else _KINDS[hint]
