@@ -29,8 +29,7 @@ def run(kind: str) -> tuple[list[float], list[float]]:
     elif kind == "AngularSGD, same recipe":
         optimizer = AngularSGD([invariant, rest | {"angular": False}], **RECIPE)
     else:
-        adamw = torch.optim.AdamW([invariant, rest | {"angular": False}], lr=1e-2)
-        optimizer = Angular(adamw, angle=0.0229)
+        optimizer = Angular(torch.optim.AdamW([invariant, rest | {"angular": False}], lr=1e-2), angle=0.0229)
     losses, angles = [], []
     for _ in range(12):
         for batch in torch.randperm(len(images)).split(64):
@@ -47,6 +46,7 @@ def run(kind: str) -> tuple[list[float], list[float]]:
     return losses, angles
 
 
+plt.rcParams["axes.formatter.min_exponent"] = 3  # ticks such as 0.02
 figure, axes = plt.subplots(1, 2, figsize=(8, 3.2), layout="constrained")
 for kind, style in (("SGD with weight decay", "-"), ("AngularSGD, same recipe", "--"), ("Angular(AdamW)", ":")):
     for axis, curve, title in zip(axes, run(kind), ("training loss, mean of 10", "angle per step, mean of 10")):
@@ -55,5 +55,5 @@ for kind, style in (("SGD with weight decay", "-"), ("AngularSGD, same recipe", 
 axes[1].legend()
 path = Path(sys.argv[1] if len(sys.argv) > 1 else "examples/out/angular.png")
 path.parent.mkdir(parents=True, exist_ok=True)
-figure.savefig(path, dpi=80)
+figure.savefig(path, dpi=110)
 print("plot:", path)

@@ -45,6 +45,7 @@ def run(norm: str | None) -> list[float]:
 
 
 errors = {norm or "nn.BatchNorm2d": run(norm) for norm in (None, "l1", "topk", "linf")}
+plt.rcParams["axes.formatter.min_exponent"] = 3  # ticks such as 0.02
 figure, axis = plt.subplots(figsize=(6, 3.2), layout="constrained")
 for (label, curve), style in zip(errors.items(), ("-", "--", ":", "-.")):
     axis.plot(range(1, 11), curve, style, label=label)
@@ -52,5 +53,5 @@ axis.set(title="Batch norm in other norms: digits", xlabel="epoch", ylabel="test
 axis.legend()
 path = Path(sys.argv[1] if len(sys.argv) > 1 else "examples/out/convert_cnn.png")
 path.parent.mkdir(parents=True, exist_ok=True)
-figure.savefig(path, dpi=80)
+figure.savefig(path, dpi=110)
 print("plot:", path)

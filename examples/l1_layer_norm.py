@@ -47,6 +47,7 @@ def run(layer_norm: str | None) -> list[float]:
 
 
 perplexities = {label: run(norm) for label, norm in (("nn.LayerNorm", None), ("nm.L1LayerNorm", "l1"))}
+plt.rcParams["axes.formatter.min_exponent"] = 3  # ticks such as 0.02
 figure, axis = plt.subplots(figsize=(6, 3.2), layout="constrained")
 for (label, curve), style in zip(perplexities.items(), ("-", "--")):
     axis.plot(curve, style, label=label)
@@ -54,5 +55,5 @@ axis.set(title="A transformer learns to reverse", xlabel="step", ylabel="perplex
 axis.legend()
 path = Path(sys.argv[1] if len(sys.argv) > 1 else "examples/out/l1_layer_norm.png")
 path.parent.mkdir(parents=True, exist_ok=True)
-figure.savefig(path, dpi=80)
+figure.savefig(path, dpi=110)
 print("plot:", path)

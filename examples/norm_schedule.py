@@ -41,12 +41,12 @@ def run(move_norms: bool) -> tuple[list[float], list[float]]:
         scheduler.step()
         losses.append(total)
         norms.append(model[3].weight.norm().item())
-    print(
-        f"{'norm' if move_norms else 'LR'} schedule: learning rates {scheduler.get_last_lr()}, final loss {total:.6f}"
-    )
+    kind = "norm" if move_norms else "LR"
+    print(f"{kind} schedule: learning rates {scheduler.get_last_lr()}, final loss {total:.6f}")
     return losses, norms
 
 
+plt.rcParams["axes.formatter.min_exponent"] = 3  # ticks such as 0.02
 figure, axes = plt.subplots(1, 2, figsize=(8, 3.2), layout="constrained")
 for move_norms, style in ((False, "-"), (True, "--")):
     for axis, curve, title in zip(axes, run(move_norms), ("training loss", "norm of the second layer")):
@@ -55,5 +55,5 @@ for move_norms, style in ((False, "-"), (True, "--")):
 axes[0].legend()
 path = Path(sys.argv[1] if len(sys.argv) > 1 else "examples/out/norm_schedule.png")
 path.parent.mkdir(parents=True, exist_ok=True)
-figure.savefig(path, dpi=80)
+figure.savefig(path, dpi=110)
 print("plot:", path)

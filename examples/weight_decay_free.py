@@ -46,6 +46,7 @@ def run(kind: str) -> tuple[list[float], list[float]]:
     return losses, norms
 
 
+plt.rcParams["axes.formatter.min_exponent"] = 3  # ticks such as 0.02
 figure, axes = plt.subplots(1, 2, figsize=(8, 3.2), layout="constrained")
 for kind, style in (("weight decay", "-"), ("weight-decay-free", "--"), ("no weight decay", ":")):
     for axis, curve, title in zip(axes, run(kind), ("training loss", "norm of the second layer")):
@@ -54,5 +55,5 @@ for kind, style in (("weight decay", "-"), ("weight-decay-free", "--"), ("no wei
 axes[0].legend()
 path = Path(sys.argv[1] if len(sys.argv) > 1 else "examples/out/weight_decay_free.png")
 path.parent.mkdir(parents=True, exist_ok=True)
-figure.savefig(path, dpi=80)
+figure.savefig(path, dpi=110)
 print("plot:", path)

@@ -30,9 +30,6 @@ TREE = {
         "tutorial": "Tutorial",
         "methods": "Every method",
         "cli": "Command line",
-        "contributing": "Contributing",
-        "mutation": "Mutation check",
-        "changelog": "Changelog",
     },
     "Methods": {
         "batch_norm": "Batch norm",
@@ -64,6 +61,7 @@ TREE = {
         "kernels": "Kernels",
         "experiments/index": "Experiments",
     },
+    "The project": {"changelog": "Changelog", "contributing": "Contributing", "mutation": "Mutation check"},
 }
 
 

@@ -21,6 +21,7 @@ def plot(recording: Recording, path: str | os.PathLike[str] | None = None, *, na
         names: the weights to draw; None draws all.
     """
     try:
+        from matplotlib import rc_context
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("plotting needs matplotlib: pip install matplotlib") from error
@@ -36,9 +37,10 @@ def plot(recording: Recording, path: str | os.PathLike[str] | None = None, *, na
                 axes.plot(recording.steps[: len(curve)].numpy(), curve.numpy(), label=name, linewidth=1)
         axes.set(title=title.replace("_", " "), xlabel="step", yscale="log")
     if len(drawn) <= 10:
-        figure.axes[0].legend(fontsize=6)
+        figure.axes[0].legend(fontsize=8)
     if path is not None:
-        figure.savefig(os.fspath(path), dpi=80)
+        with rc_context({"axes.formatter.min_exponent": 3}):  # ticks such as 0.02
+            figure.savefig(os.fspath(path), dpi=110)
     return figure
 
 
