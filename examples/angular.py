@@ -55,5 +55,5 @@ for kind, style in (("SGD with weight decay", "-"), ("AngularSGD, same recipe", 
 axes[1].legend()
 path = Path(sys.argv[1] if len(sys.argv) > 1 else "examples/out/angular.png")
 path.parent.mkdir(parents=True, exist_ok=True)
-figure.savefig(path, dpi=110)
+figure.savefig(path, dpi=100)
 print("plot:", path)

@@ -49,5 +49,5 @@ right.set(title="its scatter from batch to batch, %", xlabel="values per channel
 right.legend(fontsize=7)
 path = Path(sys.argv[1] if len(sys.argv) > 1 else "examples/out/constants.png")
 path.parent.mkdir(parents=True, exist_ok=True)
-figure.savefig(path, dpi=110)
+figure.savefig(path, dpi=100)
 print("plot:", path)

@@ -53,5 +53,5 @@ axis.set(title="Batch norm in other norms: digits", xlabel="epoch", ylabel="test
 axis.legend()
 path = Path(sys.argv[1] if len(sys.argv) > 1 else "examples/out/convert_cnn.png")
 path.parent.mkdir(parents=True, exist_ok=True)
-figure.savefig(path, dpi=110)
+figure.savefig(path, dpi=100)
 print("plot:", path)

@@ -48,5 +48,5 @@ for axis in axes:
     axis.legend()
 path = Path(sys.argv[1] if len(sys.argv) > 1 else "examples/out/equilibrium.png")
 path.parent.mkdir(parents=True, exist_ok=True)
-figure.savefig(path, dpi=110)
+figure.savefig(path, dpi=100)
 print("plot:", path)

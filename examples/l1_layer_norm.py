@@ -55,5 +55,5 @@ axis.set(title="A transformer learns to reverse", xlabel="step", ylabel="perplex
 axis.legend()
 path = Path(sys.argv[1] if len(sys.argv) > 1 else "examples/out/l1_layer_norm.png")
 path.parent.mkdir(parents=True, exist_ok=True)
-figure.savefig(path, dpi=110)
+figure.savefig(path, dpi=100)
 print("plot:", path)

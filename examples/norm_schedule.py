@@ -55,5 +55,5 @@ for move_norms, style in ((False, "-"), (True, "--")):
 axes[0].legend()
 path = Path(sys.argv[1] if len(sys.argv) > 1 else "examples/out/norm_schedule.png")
 path.parent.mkdir(parents=True, exist_ok=True)
-figure.savefig(path, dpi=110)
+figure.savefig(path, dpi=100)
 print("plot:", path)

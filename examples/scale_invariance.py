@@ -42,5 +42,5 @@ plt.gca().set(
 plt.legend(fontsize=7)
 path = Path(sys.argv[1] if len(sys.argv) > 1 else "examples/out/scale_invariance.png")
 path.parent.mkdir(parents=True, exist_ok=True)
-plt.savefig(path, dpi=110, bbox_inches="tight")
+plt.savefig(path, dpi=100, bbox_inches="tight")
 print("plot:", path)

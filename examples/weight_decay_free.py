@@ -55,5 +55,5 @@ for kind, style in (("weight decay", "-"), ("weight-decay-free", "--"), ("no wei
 axes[0].legend()
 path = Path(sys.argv[1] if len(sys.argv) > 1 else "examples/out/weight_decay_free.png")
 path.parent.mkdir(parents=True, exist_ok=True)
-figure.savefig(path, dpi=110)
+figure.savefig(path, dpi=100)
 print("plot:", path)

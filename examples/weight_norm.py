@@ -53,5 +53,5 @@ for (kind, curves), style in zip(runs.items(), ("-", ":", "--", "-.")):
 axes[0].legend()
 path = Path(sys.argv[1] if len(sys.argv) > 1 else "examples/out/weight_norm.png")
 path.parent.mkdir(parents=True, exist_ok=True)
-figure.savefig(path, dpi=110)
+figure.savefig(path, dpi=100)
 print("plot:", path)

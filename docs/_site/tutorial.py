@@ -68,7 +68,7 @@ def _run(code: str, names: dict[str, Any]) -> Output:
 
 def _png(figure: Any) -> bytes:
     file = io.BytesIO()
-    figure.savefig(file, format="png", dpi=110)
+    figure.savefig(file, format="png", dpi=100)
     return file.getvalue()
 
 

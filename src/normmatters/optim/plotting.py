@@ -40,7 +40,7 @@ def plot(recording: Recording, path: str | os.PathLike[str] | None = None, *, na
         figure.axes[0].legend(fontsize=8)
     if path is not None:
         with rc_context({"axes.formatter.min_exponent": 3}):  # ticks such as 0.02
-            figure.savefig(os.fspath(path), dpi=110)
+            figure.savefig(os.fspath(path), dpi=100)
     return figure
 
 
