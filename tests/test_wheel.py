@@ -36,7 +36,7 @@ model = nm.convert(torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchN
 model(torch.randn(2, 3, 5, 5)).sum().backward()
 assert type(model[1]) is nm.L1BatchNorm2d and model[1].weight.grad.isfinite().all()
 
-from normmatters.cli import main
+from normmatters_command import main
 from normmatters.lab import cells
 
 assert cells.folder().is_relative_to(where), cells.folder()
