@@ -132,7 +132,7 @@ def test_the_report_has_the_rewritten_forwards() -> None:
     report = ConversionReport()
     convert(make("resnet"), "l1", report=report)
     assert report.forwards.keys() == {"ResNet.forward", "ResNet._forward_impl", "BasicBlock.forward"}
-    assert "fusion.call(True, self.bn1, out)" in report.forwards["BasicBlock.forward"].replace(
+    assert "fusion.call(self.bn1, out)" in report.forwards["BasicBlock.forward"].replace(
         "fusion.attr(self, 'bn1')", "self.bn1"
     )
 

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
-from normmatters.nn.sync import convert_sync_batchnorm
+from normmatters.nn import L1BatchNorm2d
+from normmatters.nn.sync import SyncLpBatchNorm, convert_sync_batchnorm
 from normmatters.surgery import ConversionReport, convert, fold, to_torch
 from support.models import assert_same_step
 
@@ -336,18 +337,51 @@ def test_every_way_to_a_part_gives_what_it_gave(make: Callable[[], nn.Module], n
         assert_same_step(model.train(training), plain.train(training))
 
 
+class HeldAnywhere(nn.Module):
+    """Calls its norm out of places that nobody could look through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn = conv_norm()
+        norm = self.bn
+        self.norms, self.keys, self.some = [{"first": (norm,)}], {norm: 1.0}, {norm}
+        self.partial, self.call, self.closure = functools.partial(norm), norm.__call__, lambda x: norm(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(x)
+        for norm in (self.norms[0]["first"][0], *self.keys, *self.some, self.partial, self.call, self.closure):
+            x = F.relu(norm(x)) + x  # type: ignore[operator]
+        return x
+
+
+class HeldByName(HeldAnywhere):
+    """The same, through the one name that PyTorch knows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(x)
+        for _ in range(6):
+            x = F.relu(self.bn(x)) + x
+        return x
+
+
 @pytest.mark.parametrize("go", [convert, fold, to_torch, convert_sync_batchnorm])
-def test_a_norm_in_a_plain_list_is_replaced_there_too(go: Callable[[nn.Module], nn.Module]) -> None:
+def test_who_holds_a_norm_has_the_new_one(go: Callable[[nn.Module], nn.Module]) -> None:
     torch.manual_seed(0)
-    model = PlainList().double() if go is convert else convert(PlainList().double(), "l1")
-    nn.init.normal_(model.bn.bias)  # type: ignore[arg-type]
-    nn.init.uniform_(model.bn.running_var, 2, 3)  # type: ignore[union-attr, arg-type]
-    x = torch.randn(4, 3, 5, 5, dtype=torch.float64)
-    expected = model.eval()(x)
+    model = HeldAnywhere().double()
     old = model.bn
-    go(model)
-    assert model.norms["first"] == [model.bn] != [old]  # type: ignore[index, operator]
-    assert_close(model.train().eval()(x), expected)
+    nn.init.normal_(old.bias)
+    nn.init.uniform_(old.running_var, 2, 3)  # type: ignore[arg-type]
+    if go is not convert:
+        convert(model, "l1")
+    go(model.eval())
+    assert model.bn is old
+    assert type(old) is {convert: L1BatchNorm2d, convert_sync_batchnorm: SyncLpBatchNorm}.get(go, nn.BatchNorm2d)
+    plain = HeldByName().double()
+    plain.load_state_dict(model.state_dict())
+    if type(old) is not nn.BatchNorm2d:
+        convert(plain, "l1")
+    for training in (True, False):
+        assert_same_step(model.train(training), plain.train(training))
 
 
 class Tied(nn.Module):

@@ -75,6 +75,8 @@ LINES = [
     "{w} = {a} * 1; {v} = self.{n}(self.{c}({w})); self.relu({w}); {v} = self.{r}({v} + {w})",
     "{w} = {a} * 1; {v} = {w}; {v} += self.{n}({a}); {v} = self.{r}({v}) + {w}",
     "{v} = self.{n}({a}); {w} = {v}; {v} = self.{r}({v}); {v} = {v} + {w}",
+    "{w} = self.down({a}); {v} = self.{n}({a}); {w} = {v}; {v} = self.{r}({v}); {v} = {v} + {w}",
+    "{w} = self.down({a}); {v} = self.{n}({a}); {w} = {v} if self.flag else {w}; {v} = self.{r}({v}); {v} = {v} + {w}",
     "{w} = self.{n}({a}); {v} = (lambda t: t + {w})(self.{r}({a} * 1))",
     "{w} = self.{n}({a}); {v} = self.{r}(sum([{w} for _ in range(2)]))",
     "{w} = [self.{n}({a}), {b}]; {v} = self.{r}({w}[0] + {w}[1])",

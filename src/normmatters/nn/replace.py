@@ -1,14 +1,11 @@
-"""Another module in a norm's place: what would be lost by it, and where the norm has to be looked for."""
+"""Another norm in a norm's place: what would be lost by it, and how a module becomes another one."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterator, Mapping, Set
-from typing import Any
+from collections.abc import Set
 
 from torch import nn
 from torch.nn.utils import parametrize
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 def changed(norm: nn.Module, package: str) -> str | None:
@@ -28,28 +25,13 @@ def keep_all(old: nn.Module, new: nn.Module, *, without: Set[str] = frozenset())
 
     Norms here hold what ``torch.nn``'s hold and the few attributes that say which norm it is, so that is all.
     """
-    left = {*without, "_compiled_call_impl"}  # what compile() made of it is bound to the old one
+    left = {*without, "_compiled_call_impl"}  # what compile() made of it calls the old class
     vars(new).update({name: value for name, value in vars(old).items() if name not in left})
-    for hook in new._load_state_dict_pre_hooks.values():
-        if getattr(hook, "with_module", False):
-            hook.module = weakref.ref(new)  # type: ignore[attr-defined]
 
 
-def held_beside(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, nn.Module]]:
-    """(attributes, name, module) for each module in a plain list, dict or attribute, which PyTorch knows nothing of."""
-    for owner in model.modules():
-        for name, value in vars(owner).items():
-            if name != "_modules":
-                yield from ((vars(owner), name, leaf) for leaf in tree_leaves(value) if isinstance(leaf, nn.Module))
-
-
-def replace(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> nn.Module:
-    """Put the new modules wherever the old ones are; one that is at several places stays one."""
-    for owner in list(model.modules()):
-        for name, child in owner._modules.items():
-            if child is not None and child in new:
-                owner._modules[name] = new[child]
-    for attributes, name, module in list(held_beside(model)):
-        if module in new:
-            attributes[name] = tree_map_only(nn.Module, lambda held: new.get(held, held), attributes[name])
-    return new.get(model, model)
+def become(module: nn.Module, new: nn.Module) -> None:
+    """Make ``module`` what ``new`` is, in place: everyone who holds it, in whatever way, then has the new one."""
+    attributes = dict(vars(new))
+    vars(module).clear()
+    vars(module).update(attributes)
+    object.__setattr__(module, "__class__", type(new))

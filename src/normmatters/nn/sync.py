@@ -19,7 +19,7 @@ from normmatters.kernels.dispatch import max_pool
 from normmatters.kernels.double_backward import once_differentiable
 from normmatters.nn.batchnorm_act import ThenAct
 from normmatters.nn.batchnorm_base import LpBatchNorm
-from normmatters.nn.replace import changed, keep_all, replace
+from normmatters.nn.replace import become, changed, keep_all
 from normmatters.norm import Norm, compute_dtype
 
 
@@ -127,7 +127,7 @@ def convert_sync_batchnorm(module: nn.Module, process_group: Any = None) -> nn.M
 
     PyTorch's own batch norms become ``torch.nn.SyncBatchNorm``, as in its function of the same name. Norms with a
     parametrization or a forward of their own, such as timm's ``BatchNormAct2d``, are kept as they are, with a warning:
-    it would be lost. A module that is itself a batch norm is not changed in place: use the result.
+    it would be lost.
 
     Args:
         module: a model, or one batch norm.
@@ -147,10 +147,9 @@ def convert_sync_batchnorm(module: nn.Module, process_group: Any = None) -> nn.M
     if reasons:
         kept = ", ".join(f"{name or '(model)'} ({reason})" for name, reason in reasons.items())
         warnings.warn(f"convert_sync_batchnorm kept norms that are more than a batch norm: {kept}", stacklevel=2)
-    new: dict[nn.Module, nn.Module] = {
-        norm: _synchronized(norm, process_group) for name, norm in norms if name not in reasons
-    }
-    return replace(module, new)
+    for norm, new in [(norm, _synchronized(norm, process_group)) for name, norm in norms if name not in reasons]:
+        become(norm, new)
+    return module
 
 
 def _synchronized(module: nn.Module, process_group: Any) -> nn.Module:

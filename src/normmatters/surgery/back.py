@@ -94,13 +94,13 @@ def to_torch(
     of your own.
 
     Args:
-        model: any module; if it is itself a norm, use the result.
+        model: any module.
         remove_weight_norms: also turn weight norms of this library into plain weights.
         inplace: change ``model`` itself; False works on a deep copy.
         report: an empty :class:`ConversionReport` to fill. It is also logged, at level INFO.
 
     Returns:
-        The model: ``model`` itself unless it is a norm or ``inplace`` is False.
+        The model: ``model`` itself unless ``inplace`` is False.
 
     Example::
 
@@ -124,7 +124,7 @@ def to_torch(
         elif plain is not None:
             new[module] = plain
             report.changes.append(Change(name, type(module).__name__, type(plain).__name__))
-    model = replace_modules(model, new)
+    replace_modules(model, new)
     _log.info("%s", report)
     if report.skipped:
         kept = ", ".join(f"{change.name or '(model)'} ({change.before}: {change.note})" for change in report.skipped)

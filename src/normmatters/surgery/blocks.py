@@ -7,6 +7,7 @@ Copying and pickling go by the block's own class.
 
 from __future__ import annotations
 
+import abc
 import functools
 import threading
 import types
@@ -30,6 +31,7 @@ class FusedBlock:
 
     own_class: ClassVar[type[nn.Module]]
     fusion_forward: ClassVar[Any]  # called with a Fusion, then as forward
+    fusion_original: ClassVar[Any]  # the forward that was rewritten
     fusion_methods: ClassVar[dict[str, tuple[Any, Any]]]  # the methods that it calls: as written, and rewritten
     fusion_takes_link: ClassVar[bool]
     fusion_sources: ClassVar[dict[str, Rewritten]]  # what was rewritten, by name
@@ -103,6 +105,8 @@ def _make(base: Any) -> Any:
     original = base.forward
     if any(getattr(base, name) is not getattr(object, name) for name in _COPYING):
         raise Unfit("its class defines its own copying")
+    if type(base) not in (type, abc.ABCMeta):
+        raise Unfit("its metaclass may look at each new class")
     methods: dict[str, tuple[Any, Any]] = {}
     sources: dict[str, Rewritten] = {}
     takes_link = False
@@ -129,12 +133,13 @@ def _make(base: Any) -> Any:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if base.forward is not original:  # it was replaced since
             return base.forward(self, *args, **kwargs)
-        return run(Fusion(), self, *args, **kwargs)
+        return Fusion().run(run, self, *args, **kwargs)
 
     body = {
         "forward": forward,
         "own_class": base,
         "fusion_forward": staticmethod(run),
+        "fusion_original": staticmethod(original),
         "fusion_methods": methods,
         "fusion_sources": sources,
         "__doc__": base.__doc__,

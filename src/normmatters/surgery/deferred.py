@@ -10,7 +10,9 @@ Why the result is that of the code as written:
   every other read runs the norm and gives its output.
 - It waits only while nothing runs that could change or see what it depends on. Convolutions, norms and their like are
   known to read their input and to write nothing else. Before any other call, all that is pending runs, in order.
-- Modules with hooks, with a ``forward`` of their own or with a compiled call are called as they are.
+- Modules with hooks, with a ``forward`` of their own or with a compiled call are called as they are. So is all that
+  follows a norm where a subclass of ``Tensor`` or a mode may give PyTorch's functions another meaning.
+- Where a ``forward`` raises, the norms that it has called run before the error goes on.
 """
 
 from __future__ import annotations
@@ -24,20 +26,27 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.module import _has_any_global_hook
 from torch.nn.modules.utils import _pair
+from torch.overrides import _get_current_function_mode_stack, has_torch_function_unary
+from torch.utils._device import DeviceContext
 
 from normmatters.nn import twin
 from normmatters.nn.batchnorm import LpBatchNorm2d
 from normmatters.nn.batchnorm_base import LpBatchNorm
 
 RELUS = (F.relu, torch.relu, F.relu_, torch.relu_)
-_SCALARS = (bool, int, float, str, type(None))
-# Modules that read their input and write nothing but their own buffers. Exactly these classes: a subclass may do more.
-_READERS = {
-    *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Linear),
-    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GroupNorm, nn.LayerNorm, nn.Identity, nn.Flatten),
-    *(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d),
-    *(nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d, nn.AdaptiveMaxPool2d),
+_SCALARS = {bool, int, float, str, type(None)}
+# Modules that read their input and write nothing but their own buffers, each with the forward that is known to do so.
+# Exactly these classes: a subclass may do more. A ReLU may also write to its input.
+_KNOWN = {
+    kind: kind.forward
+    for kind in (
+        *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Linear),
+        *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GroupNorm, nn.LayerNorm, nn.Identity, nn.Flatten, nn.ReLU),
+        *(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d),
+        *(nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d, nn.AdaptiveMaxPool2d),
+    )
 }
+_LOOKUP = object.__getattribute__, nn.Module.__getattr__
 
 
 class Deferred:
@@ -45,6 +54,8 @@ class Deferred:
 
     ``in_place``: the add is written as one into the norm's output. ``value`` is the output, once it is computed.
     """
+
+    __slots__ = ("in_place", "input", "norm", "pooled", "relu", "residual", "value")
 
     def __init__(self, norm: Any, input: Tensor) -> None:
         self.norm = norm
@@ -76,6 +87,8 @@ class Fusion:
     :meth:`~normmatters.nn.batchnorm_base.LpBatchNorm.forward_linked`). With ``linked`` it gives its own output a link.
     """
 
+    __slots__ = ("input", "link", "linked", "output", "output_link", "pending", "uses")
+
     def __init__(self, input: Tensor | None = None, link: Tensor | None = None, linked: bool = False) -> None:
         self.pending: list[Deferred] = []
         self.input, self.link, self.linked = input, link, linked
@@ -83,40 +96,49 @@ class Fusion:
         self.output: Any = None  # the last fused output, and its link
         self.output_link: Tensor | None = None
 
-    def call(self, last: bool, f: Any, x: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """``f(x, *args, **kwargs)``. ``last``: nobody reads ``x`` again."""
-        if type(x) is Deferred and (x.value is not None or not last):
-            x = self.force(x)
-        if not isinstance(f, nn.Module):
-            if type(x) is Deferred and _is_relu_function(f, args, kwargs) and _takes_relu(x):
-                x.relu = True
-                return x
-        elif not args and not kwargs and isinstance(x, (Tensor, Deferred)):
+    def run(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        """What a rewritten function returns. If it raises, the norms that it has called run all the same."""
+        try:
+            return function(self, *args, **kwargs)
+        except Exception:
+            self.flush()
+            raise
+
+    def call(self, f: Any, x: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """``f(x, *args, **kwargs)``; where ``x`` waits, nobody else holds it."""
+        waits = type(x) is Deferred
+        if waits and x.value is not None:
+            x, waits = x.value, False
+        if waits and is_relu_function(f) and not args and (not kwargs or list(kwargs) == ["inplace"]) and not x.relu:
+            x.relu = True
+            return x
+        if not args and not kwargs and (waits or isinstance(x, Tensor)):
             kind = type(f)
-            if kind in _READERS and not self.pending and self.link is None:
-                return f(x)
             if isinstance(f, LpBatchNorm):
-                if _is_plain_norm(f):
+                if f.act is None and kind.forward is LpBatchNorm.forward and is_plain(f):
                     return self._defer(f, self.force(x))
-            elif kind is nn.ReLU:
-                if type(x) is Deferred and is_plain(f) and _takes_relu(x):
-                    x.relu = True
-                    return x
-                if not f.inplace and is_plain(f):
-                    return f(self.force(x))
             elif isinstance(f, nn.Sequential):
                 if kind.forward is nn.Sequential.forward and is_iterated_plainly(f) and is_plain(f):
                     return self.sequence(f, x)
-            elif kind in _READERS and is_plain(f):
-                if type(x) is Deferred and kind is nn.Identity:
+            elif kind in _KNOWN and kind.forward is _KNOWN[kind] and is_plain(f):
+                if waits and self._takes_over(x, kind, f):
                     return x
-                if type(x) is Deferred and isinstance(f, nn.MaxPool2d) and _takes_pool(x, f):
-                    x.pooled = True
-                    return x
-                return f(self._through_link(self.force(x)))
+                if kind is not nn.ReLU or not f.inplace:
+                    x = self.force(x)
+                    return f(x if self.link is None else self._through_link(x))
         x = self.force(x)
         self.flush()
         return f(x, *args, **kwargs)
+
+    def _takes_over(self, x: Deferred, kind: type, f: Any) -> bool:
+        """Whether what the known module ``f`` does to ``x`` is done with the norm, or is nothing."""
+        if kind is nn.ReLU:
+            taken, x.relu = not x.relu, True
+            return taken
+        if kind is nn.MaxPool2d and _takes_pool(x, f):
+            x.pooled = True
+            return True
+        return kind is nn.Identity
 
     def now(self, f: Any) -> Any:
         """``f`` itself, about to be called: whatever is pending runs before."""
@@ -125,11 +147,16 @@ class Fusion:
 
     def attr(self, owner: Any, name: str) -> Any:
         """``owner.name``. What is neither a module nor a plain setting may depend on a pending norm: that runs."""
-        if isinstance(owner, nn.Module) and not hasattr(type(owner), name):
-            if name in owner._modules:  # found here at once: nn.Module looks in three places
-                return owner._modules[name]
-            if isinstance(owner.__dict__.get(name, ...), _SCALARS):
-                return owner.__dict__[name]
+        if isinstance(owner, nn.Module):
+            cls = type(owner)
+            # As Python and nn.Module look it up, but at once: that takes nn.Module several times as long.
+            if (cls.__getattribute__, cls.__getattr__) == _LOOKUP and not hasattr(cls, name):
+                attributes = owner.__dict__
+                if name in attributes:
+                    if type(attributes[name]) in _SCALARS:
+                        return attributes[name]
+                elif name in attributes["_modules"]:
+                    return attributes["_modules"][name]
         if self.pending:
             self.flush()
         return getattr(owner, name)
@@ -142,23 +169,23 @@ class Fusion:
         if name in methods and name not in owner.__dict__:
             original, rewritten = methods[name]
             if getattr(cls, name) is original:
-                return functools.partial(rewritten, Fusion(), owner)
+                return functools.partial(Fusion().run, rewritten, owner)
         return getattr(owner, name)
 
-    def relu(self, last: bool, x: Any, name: str) -> Any:
+    def relu(self, x: Any, name: str) -> Any:
         """``x.relu()`` or ``x.relu_()``, by its name."""
-        if type(x) is Deferred and last and _takes_relu(x):
+        if type(x) is Deferred and x.value is None and not x.relu:
             x.relu = True
             return x
         x = self.force(x)
         self.flush()
         return getattr(x, name)()
 
-    def add(self, last: bool, last_other: bool, x: Any, y: Any, name: str = "+") -> Any:
+    def add(self, x: Any, y: Any, name: str = "+") -> Any:
         """``x + y``, ``x += y``, ``x.add(y)`` or ``x.add_(y)``, by its name."""
         in_place = name in ("+=", "add_")
-        if type(x) is Deferred and last and _takes_residual(x):
-            waits = type(y) is Deferred and last_other and _takes_residual(y)
+        if type(x) is Deferred and _takes_residual(x):
+            waits = type(y) is Deferred and _takes_residual(y)
             if not waits:
                 y = self.force(y)
             if _alike(x.input, y.input if waits else y):
@@ -166,7 +193,7 @@ class Fusion:
                     self.pending.remove(y)
                 x.residual, x.in_place = y, in_place
                 return x
-        elif type(y) is Deferred and last_other and not in_place and _takes_residual(y):
+        elif type(y) is Deferred and not in_place and _takes_residual(y):
             value = self.force(x)
             if _alike(y.input, value):
                 y.residual = value
@@ -206,28 +233,32 @@ class Fusion:
         link = None
         for block, following in zip(blocks, [*blocks[1:], None]):
             fused = _links(block)
-            wanted = fused and _links(following) and following.fusion_takes_link
+            wanted = fused and hasattr(type(following), "fusion_takes_link")
             if link is not None or wanted:
-                x = self._through_link(self.force(x))
+                x = self.force(x)
+                x = x if self.link is None else self._through_link(x)
                 self.flush()
                 x, link = run_linked(block, x, link, wanted) if fused else (block(x), None)
             else:
-                x = self.call(True, block, x)
+                x = self.call(block, x)
         return x
 
-    def _defer(self, norm: LpBatchNorm, input: Tensor) -> Deferred:
+    def _defer(self, norm: LpBatchNorm, input: Tensor) -> Any:
+        if _means_something_else(input):
+            self.flush()
+            return norm(input)
         for other in self.pending:
             while isinstance(other, Deferred):
                 if other.norm is norm or other.norm.running_mean is norm.running_mean is not None:
                     self.flush()  # its statistics move first
                     break
                 other = other.residual
-        deferred = Deferred(norm, self._through_link(input))
+        deferred = Deferred(norm, input if self.link is None else self._through_link(input))
         self.pending.append(deferred)
         return deferred
 
     def _through_link(self, x: Tensor) -> Tensor:
-        if x is self.input and self.link is not None:
+        if x is self.input:
             self.uses += 1
             if self.uses == 2:
                 return _Through.apply(x.detach(), self.link)  # type: ignore[no-any-return]
@@ -263,29 +294,51 @@ class Fusion:
 def run_linked(block: Any, x: Tensor, link: Tensor | None, wanted: bool) -> tuple[Tensor, Tensor | None]:
     """The output of a fused block and, if ``wanted`` and there is one, its link; ``link`` came with ``x``."""
     fusion = Fusion(x, link, wanted)
-    value = block.fusion_forward(fusion, block, x)
+    value = fusion.run(block.fusion_forward, block, x)
     return value, fusion.output_link if fusion.output is value else None
 
 
 def _links(block: Any) -> bool:
     """Whether the block has a rewritten forward that may be run in place of a call, in training."""
+    cls = type(block)
     return (
-        isinstance(block, nn.Module)
-        and hasattr(type(block), "fusion_takes_link")
+        hasattr(cls, "fusion_takes_link")
         and block.training
+        and cls.own_class.forward is cls.fusion_original
         and is_plain(block)
     )
 
 
 def is_plain(module: nn.Module) -> bool:
     """Whether a call of the module is its class's forward, and unobserved."""
-    return (
-        not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
-        and "forward" not in module.__dict__
-        and module._compiled_call_impl is None
-        and type(module).__call__ is nn.Module.__call__
-        and not _has_any_global_hook()
+    own = module.__dict__  # read here at once: this is asked for each module of a call
+    return not (
+        own["_forward_hooks"]
+        or own["_forward_pre_hooks"]
+        or own["_backward_hooks"]
+        or own["_backward_pre_hooks"]
+        or "forward" in own
+        or module._compiled_call_impl is not None
+        or type(module).__call__ is not nn.Module.__call__
+        or _has_any_global_hook()
     )
+
+
+def is_relu_function(f: Any) -> bool:
+    """Whether it is one of PyTorch's functions for a ReLU."""
+    for relu in RELUS:  # noqa: SIM110 (`any` of a generator takes three times as long)
+        if f is relu:
+            return True
+    return False
+
+
+def _means_something_else(x: Tensor) -> bool:
+    """Whether a subclass, or a mode, may give PyTorch's functions of ``x`` another meaning."""
+    if not has_torch_function_unary(x):
+        return False
+    if type(x) is not Tensor and type(x).__torch_function__ is not torch._C._disabled_torch_function_impl:
+        return True
+    return any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())
 
 
 def is_iterated_plainly(modules: nn.Sequential) -> bool:
@@ -302,18 +355,6 @@ def is_pool(pool: nn.MaxPool2d) -> bool:
     )
 
 
-def _is_plain_norm(norm: LpBatchNorm) -> bool:
-    return norm.act is None and type(norm).forward is LpBatchNorm.forward and is_plain(norm)
-
-
-def _is_relu_function(f: Any, args: Any, kwargs: Any) -> bool:
-    return any(f is relu for relu in RELUS) and not args and (not kwargs or list(kwargs) == ["inplace"])
-
-
-def _takes_relu(d: Deferred) -> bool:
-    return not d.relu
-
-
 def _takes_residual(d: Deferred) -> bool:
     return d.value is None and d.residual is None and not d.relu
 
@@ -326,4 +367,9 @@ def _takes_pool(d: Deferred, pool: nn.MaxPool2d) -> bool:
 
 def _alike(input: Tensor, residual: Any) -> bool:
     # An add may broadcast or promote where the fused operation must not.
-    return isinstance(residual, Tensor) and residual.shape == input.shape and residual.dtype == input.dtype
+    return (
+        isinstance(residual, Tensor)
+        and residual.shape == input.shape
+        and residual.dtype is input.dtype
+        and not _means_something_else(residual)
+    )

@@ -2,14 +2,15 @@
 
 It changes the layer itself, so it serves ``forward`` alone: who calls the layer, the norm or a part of the model in
 another way gets other results. A norm is folded only where the ``forward`` of the model's blocks, read as for
-:func:`normmatters.convert`, shows that the norm is the only one to get the layer's output.
+:func:`normmatters.convert`, shows that the norm gets the layer's output at once, and nothing else does.
 """
 
 from __future__ import annotations
 
+import ast
 import copy
 import logging
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Hashable
 from typing import Any
 
@@ -27,7 +28,7 @@ from normmatters.nn.leaf import module_call
 from normmatters.surgery.back import PLAIN_BATCH_NORMS, BatchNormAct2d, SyncBatchNormAct, ThenReLU, to_torch
 from normmatters.surgery.blocks import fused_class
 from normmatters.surgery.deferred import is_plain
-from normmatters.surgery.plan import NOTHING, Reader, Values, forward_of, is_sequence
+from normmatters.surgery.plan import NOTHING, Reader, Values, forward_of, is_sequence, without_pairs
 from normmatters.surgery.report import Change, ConversionReport, report_to_fill
 from normmatters.surgery.rewrite import Unfit
 from normmatters.surgery.swap import check_model, replace_modules
@@ -84,7 +85,7 @@ def fold(
         report: an empty :class:`ConversionReport` to fill, with a line for each batch norm. It is also logged.
 
     Returns:
-        The model: ``model`` itself unless it is a norm or ``inplace`` is False.
+        The model: ``model`` itself unless ``inplace`` is False.
 
     Raises:
         ValueError: a batch norm is in training mode, where it cannot be a fixed scale, or the outputs for
@@ -122,7 +123,8 @@ def fold(
         elif isinstance(norm, (_BatchNorm, LpBatchNorm)):
             report.changes.append(Change(name, before[name], None, note=reasons[norm]))
     _log.info("%s", report)
-    return replace_modules(model, new)
+    replace_modules(model, new)
+    return model
 
 
 def _check_outputs(model: nn.Module, folded: nn.Module, example_input: Any) -> None:
@@ -141,22 +143,68 @@ def _check_outputs(model: nn.Module, folded: nn.Module, example_input: Any) -> N
             )
 
 
-#: Attributes that lead to any module; who reads one of them may call what it likes.
-_ANY_MODULE = {"children", "modules", "named_children", "named_modules", "get_submodule", "_modules", "getattr"}
+#: Names that lead to any module or parameter; who uses one of them may use all.
+_ANY_MODULE = {
+    *("children", "modules", "named_children", "named_modules", "get_submodule", "_modules", "getattr", "__dict__"),
+    *("parameters", "named_parameters", "get_parameter", "state_dict", "_parameters", "buffers", "named_buffers"),
+    *("forward", "__call__", "apply"),
+}
+_SCOPES = (ast.Lambda, ast.FunctionDef, ast.ClassDef, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
 class _LayerReader(Reader):
-    """Reads which norm gets which layer's output, and how often each module is called and mentioned."""
+    """Reads which norm gets which layer's output, and how often each module is called and mentioned.
+
+    The norm must get it at once: in the same expression, or by the next statement. So nothing comes between that could
+    use or change the output, and one does not run without the other.
+    """
 
     def __init__(self, block: nn.Module, norms: set[nn.Module], seen: _Seen) -> None:
         super().__init__(block, norms)
         self.seen = seen
 
+    def body(self, body: list[ast.stmt], env: dict[str, Values]) -> dict[str, Values]:
+        env = {name: without_pairs(value) for name, value in env.items()}
+        statements = deque(body)
+        while statements:
+            node = statements.popleft()
+            known = self.known(node.test, env) if isinstance(node, ast.If) else None
+            if isinstance(node, ast.If) and known is not None:
+                statements.extendleft(reversed(node.body if known else node.orelse))
+            elif ast.unparse(node) != f"{self.fusion}.flush()":
+                after = super().body([node], dict(env))
+                binds = isinstance(node, (ast.Assign, ast.AnnAssign))
+                env = {
+                    name: value if binds and value is not env.get(name) else without_pairs(value)
+                    for name, value in after.items()
+                }
+        return env
+
+    def value(self, node: ast.AST, env: dict[str, Values]) -> Values:
+        found = super().value(node, env)
+        if any(isinstance(v, nn.Module) and (v is self.block or _only_holds(v)) for v in found):
+            self.unreadable()  # it is handed on
+        if isinstance(node, _SCOPES):
+            for name in ast.walk(node):
+                if isinstance(name, ast.Name) and any(isinstance(v, nn.Module) for v in env.get(name.id, NOTHING)):
+                    self.unreadable()
+        return without_pairs(found) if isinstance(node, ast.IfExp) else found
+
+    def owners(self, node: ast.AST, env: dict[str, Values]) -> Values:
+        return super().value(node, env)
+
+    def callee(self, node: ast.AST, functions: Values, x: Values, env: dict[str, Values]) -> Values:
+        names = {name.id for name in ast.walk(node) if isinstance(name, ast.Name)} - {self.fusion}
+        if (not functions or ... in functions) and not names.isdisjoint(env):
+            self.unreadable()  # something of the block's, or a variable, that may call any of its modules
+        return x if len(functions) == 1 else without_pairs(x)
+
     def module(self, f: nn.Module, x: Values, at: Hashable, rest: int = 0) -> Values:
         self.seen.calls[f].add(at)
         if f in self.norms:
             for value in x or [None]:
-                self.seen.sources[f].add(value[0] if isinstance(value, tuple) else None)
+                layer = value[0] if isinstance(value, tuple) and value[1] == "" else None
+                self.seen.sources[f].add(layer)
             if rest:
                 self.seen.residuals.add(f)
             return NOTHING
@@ -174,6 +222,13 @@ class _LayerReader(Reader):
         if isinstance(f, nn.Module):
             self.seen.mentions[f].add(at)
 
+    def unreadable(self) -> None:
+        self.seen.unreadable.append(self.block)
+
+
+def _only_holds(module: nn.Module) -> bool:
+    return forward_of(module) is nn.Module.forward  # ModuleList, ModuleDict
+
 
 class _Seen:
     """What all readers of a model found: by module, the places that call it and mention it, and a norm's layers."""
@@ -183,6 +238,7 @@ class _Seen:
         self.mentions: defaultdict[nn.Module, set[Hashable]] = defaultdict(set)
         self.sources: defaultdict[nn.Module, set[nn.Module | None]] = defaultdict(set)
         self.residuals: set[nn.Module] = set()
+        self.unreadable: list[nn.Module] = []
 
 
 def _find(model: nn.Module) -> tuple[dict[nn.Module, tuple[nn.Module, bool]], dict[nn.Module, str]]:
@@ -192,7 +248,7 @@ def _find(model: nn.Module) -> tuple[dict[nn.Module, tuple[nn.Module, bool]], di
     owners: dict[nn.Module, list[tuple[nn.Module, str]]] = defaultdict(list)
     seen = _Seen()
     reasons: dict[nn.Module, str] = {}
-    reached: dict[nn.Module, set[str]] = {}  # by block, the names its forward reads, where they say too little
+    reached: dict[nn.Module, set[str]] = {}  # by block, the names its forward reads, where it cannot be rewritten
     for block in model.modules():
         for name, child in block._modules.items():
             if child is not None:
@@ -204,8 +260,8 @@ def _find(model: nn.Module) -> tuple[dict[nn.Module, tuple[nn.Module, bool]], di
             cls: Any = fused_class(type(block))
             if not is_sequence(block):
                 reader.function(cls.fusion_sources["forward"], cls.fusion_sources)
-                names = {n for one in cls.fusion_sources.values() for n in _names_of(one.original)}
-                reached[block] = names if names & _ANY_MODULE else set()
+                if any(_names_of(one.original) & _ANY_MODULE for one in cls.fusion_sources.values()):
+                    reader.unreadable()
             elif is_plain(block):
                 reader.sequence(block, NOTHING)
             else:
@@ -215,12 +271,19 @@ def _find(model: nn.Module) -> tuple[dict[nn.Module, tuple[nn.Module, bool]], di
             reached[block] = _names_of(getattr(type(block), "forward", None))
             for norm in norms.intersection(block.children()):
                 reasons[norm] = f"{type(block).__name__}.forward cannot be read: {reason}"
+    anywhere = {module for block in seen.unreadable for module in block.modules()}
+    layers = Counter(layer for norm in norms for layer in seen.sources[norm])
 
     def elsewhere(module: nn.Module) -> bool:
         """Whether the module, or what it is a part of, is reached by more than the one call."""
         (owner, name), *others = owners[module] or [(module, "")]
         in_a_row = is_sequence(owner) and owner is not module
-        if others or len(seen.calls[module]) > 1 or len(seen.mentions[module]) > (0 if in_a_row else 1):
+        if (
+            others
+            or module in anywhere
+            or len(seen.calls[module]) > 1
+            or len(seen.mentions[module]) > (0 if in_a_row else 1)
+        ):
             return True
         for block, names in reached.items():
             if owner is not block and module in set(block.modules()) and (name in names or names & _ANY_MODULE):
@@ -232,13 +295,19 @@ def _find(model: nn.Module) -> tuple[dict[nn.Module, tuple[nn.Module, bool]], di
 
     pairs: dict[nn.Module, tuple[nn.Module, bool]] = {}
     for norm in norms:
-        layers = seen.sources[norm]
-        layer = next(iter(layers)) if len(layers) == 1 else None
+        layer = next(iter(seen.sources[norm])) if len(seen.sources[norm]) == 1 else None
         if norm in reasons:
             continue
         if places[norm] == len(seen.calls[norm]) == 1 and layer is None:
             reasons[norm] = "no layer in front of it, or the layer's output is used again"
-        elif layer is None or places[layer] != 1 or places[norm] != 1 or elsewhere(layer) or elsewhere(norm):
+        elif (
+            layer is None
+            or layers[layer] != 1
+            or places[layer] != 1
+            or places[norm] != 1
+            or elsewhere(layer)
+            or elsewhere(norm)
+        ):
             reasons[norm] = "it or the layer in front of it is used at several places"
         elif against := _reason_against(layer, norm, norm in seen.residuals):
             reasons[norm] = against

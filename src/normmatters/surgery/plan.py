@@ -8,19 +8,22 @@ block once, takes both sides of every branch, and follows deferred norms from ca
 from __future__ import annotations
 
 import ast
+import builtins
+import types
 from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
-from torch import nn
+from torch import Tensor, nn
 
 from normmatters.surgery.blocks import fused_class, is_registered, own_class
-from normmatters.surgery.deferred import RELUS, is_plain, is_pool
+from normmatters.surgery.deferred import is_plain, is_pool, is_relu_function
 from normmatters.surgery.rewrite import Rewritten, Unfit
 
 #: What an expression may be: modules, functions, and for deferred norms (norm, what it took over so far).
 Values = frozenset[Any]
 NOTHING: Values = frozenset()
+_LOOPS = frozenset((zip, enumerate, reversed, list, tuple))
 _AFTER_RELU = {"": "relu", "add": "add + relu"}
 
 
@@ -134,7 +137,8 @@ class Reader:
         fusion, me, *_ = [*rewritten.tree.args.posonlyargs, *rewritten.tree.args.args]
         outer = self.fusion, self.globals
         self.sources, self.fusion, self.globals = sources, fusion.arg, rewritten.original.__globals__
-        self.body(rewritten.tree.body, {me.arg: frozenset([self.block])})
+        env = dict.fromkeys(rewritten.original.__code__.co_varnames, NOTHING)
+        self.body(rewritten.tree.body, env | {me.arg: frozenset([self.block])})
         self.fusion, self.globals = outer
 
     def body(self, body: list[ast.stmt], env: dict[str, Values]) -> dict[str, Values]:
@@ -148,7 +152,7 @@ class Reader:
                 one, other = self.body(node.body, dict(env)), self.body(node.orelse, dict(env))
                 env = {name: one.get(name, NOTHING) | other.get(name, NOTHING) for name in {*one, *other}}
             elif isinstance(node, (ast.For, ast.While)):
-                over = self.value(node.iter if isinstance(node, ast.For) else node.test, env)
+                over = self.owners(node.iter, env) if isinstance(node, ast.For) else self.value(node.test, env)
                 for _ in range(2):
                     if isinstance(node, ast.For):
                         self.bind(node.target, _members(over), env)
@@ -179,20 +183,21 @@ class Reader:
 
     def bind(self, target: ast.expr, value: Values, env: dict[str, Values]) -> None:
         for node in ast.walk(target):
-            if isinstance(node, ast.Name):
-                env[node.id] = value if node is target else frozenset(v for v in value if not isinstance(v, tuple))
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                env[node.id] = value if node is target else without_pairs(value)
 
     def value(self, node: ast.AST, env: dict[str, Values]) -> Values:
         """What the expression may be; what fuses on the way is noted."""
         fusion = self.fusion
         if isinstance(node, ast.Name):
-            return env.get(node.id, frozenset([self.globals.get(node.id, ...)]))
+            return env[node.id] if node.id in env else frozenset([self.of_globals(node.id)])
         if isinstance(node, ast.Attribute):
-            return frozenset(
-                getattr(v, node.attr, ...) for v in self.value(node.value, env) if not isinstance(v, tuple)
-            )
+            found = frozenset(getattr(v, node.attr, ...) for v in without_pairs(self.owners(node.value, env)))
+            for module in found:
+                self.mention(module, node)
+            return found
         if isinstance(node, ast.Subscript):
-            members = _members(self.value(node.value, env))
+            members = _members(self.owners(node.value, env))
             for module in members:
                 self.mention(module, node)
             return members
@@ -212,48 +217,66 @@ class Reader:
             return frozenset().union(*([] if not node.args else values[1:]))  # zip(...), enumerate(...)
         return NOTHING
 
+    def owners(self, node: ast.AST, env: dict[str, Values]) -> Values:
+        """:meth:`value` of what is only looked into: for one of its attributes or members."""
+        return self.value(node, env)
+
+    def callee(self, node: ast.AST, functions: Values, x: Values, env: dict[str, Values]) -> Values:
+        """``node``, one of ``functions``, is called with ``x``: what of ``x`` it may take over."""
+        return x
+
+    def of_globals(self, name: str) -> Any:
+        """What can be called, or leads to it; else ``...``."""
+        found = self.globals.get(name, getattr(builtins, name, ...))
+        callable_ = (nn.Module, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
+        return found if found is None or isinstance(found, callable_) else ...
+
     def step(
         self, node: ast.Call, name: str, args: list[ast.expr], env: dict[str, Values], keywords: list[ast.keyword]
     ) -> Values:
         """One call of the fusion."""
         if name == "attr":
             setting = str(args[1].value) if isinstance(args[1], ast.Constant) else ""
-            owners = [v for v in self.value(args[0], env) if not isinstance(v, tuple)]
-            found = frozenset(_attribute(v, setting) for v in owners)
+            found = frozenset(_attribute(v, setting) for v in without_pairs(self.owners(args[0], env)))
             for module in () if self.asking else found:
                 self.mention(module, node)
             return found
         if name == "method":
             return self.method(args[1])
-        values = [self.value(a, env) for a in [*args, *(k.value for k in keywords)]]
-        last = bool(args) and isinstance(args[0], ast.Constant) and args[0].value is True
-        if name in ("done", "force", "now", "flush"):
-            kept = values[0] if values else NOTHING
-            return frozenset(v for v in kept if not isinstance(v, tuple))
+        if name == "force":
+            return without_pairs(self.owners(args[0], env))
+        functions = self.value(args[0], env) if args else NOTHING
+        loops = name == "call" and NOTHING < functions <= _LOOPS  # zip(...), enumerate(...)
+        rest = [*args[1:], *(k.value for k in keywords)]
+        values = [functions, *(self.owners(a, env) if loops else self.value(a, env) for a in rest)]
+        if name == "now":
+            self.callee(args[0], functions, NOTHING, env)
+        if name in ("done", "now"):
+            return without_pairs(functions)
         if name == "relu":
-            return self.after_relu(values[1]) if last else NOTHING
+            return self.after_relu(values[0])
         if name == "add":
-            sides = [values[2] if last else NOTHING]
-            if len(args) == 4 and isinstance(args[1], ast.Constant) and args[1].value is True:
-                sides.append(values[3])  # not where it is added in place into something else
+            # Not what is added in place into something else: for `+` alone there is no name.
+            sides = values if len(args) == 2 else values[:1]
             takers = [frozenset(v[0] for v in side if isinstance(v, tuple) and v[1] == "") for side in sides]
             return frozenset((norm, "add") for norm in next(filter(None, takers), NOTHING))
         if name == "call":
-            x = values[2] if last else frozenset(v for v in values[2] if not isinstance(v, tuple))
-            found = NOTHING
-            for f in values[1]:
+            found, x = NOTHING, self.callee(args[0], functions, values[1], env)
+            for f in functions:
                 if isinstance(f, nn.Module):
-                    found |= self.module(f, x, node, len(args) - 3 + len(keywords))
-                elif any(f is relu for relu in RELUS) and len(args) == 3:
+                    found |= self.module(f, x, node, len(rest) - 1)
+                elif is_relu_function(f) and len(args) == 2:
                     found |= self.after_relu(x)
-                elif f in (zip, enumerate, reversed, list, tuple):
-                    found |= frozenset().union(*values[2:])
+                elif loops:
+                    found |= frozenset().union(*values[1:])
             return found
         return NOTHING
 
     def method(self, node: ast.expr) -> Values:
         name = node.value if isinstance(node, ast.Constant) else ""
-        if name in self.sources and self.depth < 8:
+        if name not in self.sources or name in vars(self.block):
+            self.unreadable()
+        elif self.depth < 8:
             self.depth += 1
             self.function(self.sources[name], self.sources)
             self.depth -= 1
@@ -275,6 +298,9 @@ class Reader:
 
     def mention(self, f: Any, at: Hashable) -> None:
         """The forward reads ``f``."""
+
+    def unreadable(self) -> None:
+        """The forward may use anything in the block."""
 
 
 class _FusionReader(Reader):
@@ -318,11 +344,22 @@ class _FusionReader(Reader):
         self.plan.notes.pop(norm, None)
 
 
+def without_pairs(values: Values) -> Values:
+    """The modules and functions, but no deferred norms."""
+    return frozenset(v for v in values if not isinstance(v, tuple))
+
+
 def _attribute(owner: Any, name: str) -> Any:
-    """A module, a ReLU function, or None where there is none; else ``...``."""
+    """A module, a plain function, ``Tensor`` for a tensor or its method, None where that is there; else ``...``."""
+    if owner is Tensor:
+        return Tensor
     if isinstance(owner, nn.Module):
-        found = owner._modules.get(name, owner.__dict__.get(name, ...))
-        if found is None or isinstance(found, nn.Module) or any(found is relu for relu in RELUS):
+        found = {**owner._parameters, **owner._buffers, **owner._modules, **owner.__dict__}.get(name, ...)
+        if isinstance(found, Tensor):
+            return Tensor
+        if found is None or isinstance(found, (nn.Module, types.BuiltinFunctionType)):
+            return found
+        if isinstance(found, types.FunctionType) and not found.__closure__:
             return found
     return ...
 

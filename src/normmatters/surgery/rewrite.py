@@ -1,9 +1,9 @@
 """The source of a ``forward`` with its calls sent through a :class:`~normmatters.surgery.deferred.Fusion`.
 
-``x = self.bn(x)`` becomes ``x = fusion.call(True, self.bn, x)``; True says that nobody reads the old ``x`` again. Every
-other read of a variable that may hold a deferred norm becomes ``fusion.force(x)``, and before a statement that may do
-more than call modules and add, ``fusion.flush()`` runs what is pending. Branches and loops stay. The rewritten function
-belongs to the class: nothing about an instance is in it.
+``x = self.bn(x)`` becomes ``x = fusion.call(self.bn, x)``. A variable hands a deferred norm on only where nobody reads
+the variable again. Every other read of one that may hold a deferred norm becomes ``fusion.force(x)``, and before a
+statement that may do more than call modules and add, ``fusion.flush()`` runs what is pending. Branches and loops stay.
+The rewritten function belongs to the class: nothing about an instance is in it.
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ class _Rewriter:
         if target in self.held and isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add):
             before = [] if _is_simple(value, self) else [self.flush()]
             left = ast.Name(target, ast.Load())
-            made = self._add(left, value, "+=", last=self.last(target))
+            made = self._add(left, value, "+=")
             return [*before, ast.copy_location(ast.Assign([ast.Name(target, ast.Store())], made), node)]
         if target in self.held and isinstance(node, ast.AugAssign):
             force = ast.Assign([ast.Name(target, ast.Store())], self._do("force", ast.Name(target, ast.Load())))
@@ -286,12 +286,12 @@ class _Rewriter:
         return ast.Call(f, list(arguments), list(keywords))
 
     def _deferring(self, node: ast.expr) -> ast.expr:
-        """The expression where its value may be a deferred norm."""
+        """The expression where its value may be a deferred norm, which then has no other holder."""
         made: ast.expr
-        if isinstance(node, ast.Name):
+        if isinstance(node, ast.Name) and self.last(node.id):
             made = node
         elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-            made = self._add(node.left, node.right, "+", last=self._is_last(node.left))
+            made = self._add(node.left, node.right, "+")
         elif isinstance(node, ast.IfExp):
             made = ast.IfExp(self._forced(node.test), self._deferring(node.body), self._deferring(node.orelse))
         elif isinstance(node, ast.Call):
@@ -312,9 +312,9 @@ class _Rewriter:
         if isinstance(node.func, ast.Attribute) and _may_defer(node.func.value, names=self.held):
             of, count = node.func.value, len(node.args) + len(node.keywords)
             if name in ("relu", "relu_") and count == 0:
-                return self._do("relu", self._is_last(of), self._deferring(of), ast.Constant(name))
+                return self._do("relu", self._deferring(of), ast.Constant(name))
             if name in ("add", "add_") and count == len(node.args) == 1 and not starred:
-                return self._add(of, node.args[0], name, last=self._is_last(of))
+                return self._add(of, node.args[0], name)
         f = self._forced(node.func)
         if not self.is_known(node.func):  # a method of a value: the statement has run what is pending
             return ast.Call(f, [self._forced(a) for a in node.args], keywords)
@@ -323,17 +323,13 @@ class _Rewriter:
         first = node.args[0]
         x = self._deferring(first) if all(_is_simple(a, self) for a in rest) else self._forced(first)
         others = [self._forced(a) for a in node.args[1:]]
-        return self._do("call", self._is_last(first), f, x, *others, keywords=keywords)
+        return self._do("call", f, x, *others, keywords=keywords)
 
-    def _add(self, left: ast.expr, right: ast.expr, name: str, last: bool | ast.expr) -> ast.expr:
+    def _add(self, left: ast.expr, right: ast.expr, name: str) -> ast.expr:
         x = self._deferring(left) if _is_simple(right, self) else self._forced(left)
-        flag = last if isinstance(last, ast.expr) else ast.Constant(last)
         self.adds = True
         named = [] if name == "+" else [ast.Constant(name)]
-        return self._do("add", flag, self._is_last(right), x, self._deferring(right), *named)
-
-    def _is_last(self, node: ast.expr) -> ast.expr:
-        return ast.Constant(not isinstance(node, ast.Name) or self.last(node.id))
+        return self._do("add", x, self._deferring(right), *named)
 
     def is_known(self, f: ast.expr) -> bool:
         """Whether what is called is a variable, or an attribute of ``self`` or of something global."""

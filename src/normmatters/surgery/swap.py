@@ -16,7 +16,7 @@ from normmatters.nn.batchnorm_act import LpBatchNormAct2d
 from normmatters.nn.batchnorm_base import LpBatchNorm
 from normmatters.nn.layernorm import L1LayerNorm, L1RMSNorm, LpLayerNorm
 from normmatters.nn.layernorm2d import ChannelsFirst, L1LayerNorm2d, LpLayerNorm2d
-from normmatters.nn.replace import keep_all, replace
+from normmatters.nn.replace import become, keep_all
 from normmatters.nn.sync import SyncLpBatchNorm
 from normmatters.norm import Norm, check_memory
 from normmatters.surgery.blocks import FusedBlock
@@ -61,20 +61,21 @@ def convert(
 ) -> nn.Module:
     """Replace the batch norms of ``model``, and run each together with the ReLU (and the residual add) after it.
 
-    The new norms hold the very same parameters, statistics and hooks: optimizers made before still fit, and state_dict
-    keys stay. A norm stays a norm and a ReLU a ReLU. Only their calls change: a block in which something fuses becomes
-    a subclass of its class whose ``forward``, rewritten from its source, decides at every call what to run together. It
-    looks at what it is handed then, and otherwise makes the calls as they are written. So modules may be exchanged,
-    hooked, shared or called from elsewhere at any time. In the stem of a ResNet an L1 norm runs together with the max
-    pool too (3×3, stride 2, padding 1). The report says what fuses, and why a norm stays alone; for a ``forward`` that
-    cannot be rewritten there is :func:`~normmatters.register_fusion`.
+    A norm becomes one of this library in place, with the very same parameters, statistics and hooks: optimizers made
+    before still fit, state_dict keys stay, and whoever holds the norm has the new one. A norm stays a norm and a ReLU a
+    ReLU. Only their calls change: a block in which something fuses becomes a subclass of its class whose ``forward``,
+    rewritten from its source, decides at every call what to run together. It looks at what it is handed then, and
+    otherwise makes the calls as they are written. So modules may be exchanged, hooked, shared or called from elsewhere
+    at any time. In the stem of a ResNet an L1 norm runs together with the max pool too (3×3, stride 2, padding 1). The
+    report says what fuses, and why a norm stays alone; for a ``forward`` that cannot be rewritten there is
+    :func:`~normmatters.register_fusion`.
 
     Exactly ``nn.BatchNorm1d/2d/3d`` are replaced, ``nn.SyncBatchNorm`` by :class:`~normmatters.nn.SyncLpBatchNorm`, and
     timm's ``BatchNormAct2d`` with its activation; on request ``nn.LayerNorm`` and the layer norms of timm and
     torchvision, channels first or last. Other subclasses do something that is not known here.
 
     Args:
-        model: any module; if it is itself a norm, use the result.
+        model: any module.
         norm: ``"l1"``, ``"l2"``, ``"linf"``, ``"topk"``, ``"range"``, or a number p ≥ 1.
         k: how many deviations Top(k) averages; only for ``"topk"``.
         constant, memory: as in :class:`~normmatters.nn.LpBatchNorm2d`.
@@ -85,7 +86,7 @@ def convert(
         report: an empty :class:`ConversionReport` to fill. It is also logged, at level INFO.
 
     Returns:
-        The converted model: ``model`` itself unless it is a norm or ``inplace`` is False.
+        The converted model: ``model`` itself unless ``inplace`` is False.
 
     Raises:
         TypeError, ValueError: on a wrong argument; the model is then unchanged.
@@ -132,10 +133,10 @@ def swap(
             skipped[module] = replacement
         elif replacement is not None:
             new[module] = replacement
-    names = {new.get(module, module): (name, type(module).__name__) for name, module in model.named_modules()}
-    model = replace_modules(model, new)
+    names = {module: (name, type(module).__name__) for name, module in model.named_modules()}
+    replace_modules(model, new)
     # A norm that came with its own activation has nothing more to take over.
-    bare = [n for n in new.values() if isinstance(n, LpBatchNorm) and type(n) not in _WITH_ACT and n.act is None]
+    bare = [n for n in new if isinstance(n, LpBatchNorm) and type(n) not in _WITH_ACT and n.act is None]
     pooling = [n for n in bare if isinstance(n, bn.LpBatchNorm2d) and n.p == 1]
     plan = plan_fusion(model, bare, pooling) if fuse else FusionPlan()
     for block in plan.blocks:
@@ -145,7 +146,7 @@ def swap(
     for module, (name, before) in names.items():
         if module in skipped:
             report.changes.append(Change(name, before, None, note=skipped[module]))
-        elif module in plan.fused or module in new.values():
+        elif module in plan.fused or module in new:
             note = "its ReLU came with it" if getattr(module, "act", None) else plan.notes.get(module, "")
             fused = plan.fused.get(module, getattr(module, "act", None) or "")
             report.changes.append(Change(name, before, type(module).__name__, fused, note))
@@ -238,12 +239,12 @@ def carry_over(old: nn.Module, new: nn.Module) -> None:
     new._modules.update({name: module for name, module in old._modules.items() if name not in parts})
 
 
-def replace_modules(model: nn.Module, new: dict[nn.Module, nn.Module]) -> nn.Module:
-    """:func:`~normmatters.nn.replace.replace`, for models that look into their norms."""
-    model = replace(model, new)
+def replace_modules(model: nn.Module, new: dict[nn.Module, nn.Module]) -> None:
+    """Let each module become its new one, also for models that look into their norms."""
+    for old, made in new.items():
+        become(old, made)
     for module in model.modules():
         _keep_from_fast_path(module)
-    return model
 
 
 def _keep_from_fast_path(module: nn.Module) -> None:
