@@ -116,7 +116,7 @@ def test_modes_of_figure_1(tmp_path: Path) -> None:
     assert step["wd_off"] < 0.9 * step["wd_on"]
     assert norm["corrected"] > norm["wd_on"]
     assert norm["norm_schedule"] == pytest.approx(norm["wd_on"] * math.sqrt(10), rel=1e-2)  # F4
-    with pytest.raises(ValueError, match="run that cell first"):
+    with pytest.raises(ValueError, match="train it first, or use `normmatters reproduce`"):
         train(small_run(optim={"mode": "corrected", "reference": "absent"}), tmp_path / "x" / "seed0")
 
 

@@ -65,7 +65,7 @@ def test_context_nests_restores_and_decorates():
         return precision.active()
 
     for late in (batches, served):  # which had no arithmetic, silently
-        with pytest.raises(TypeError, match=f"the body of {late.__name__} runs after the call"):
+        with pytest.raises(TypeError, match=f"{late.__name__} is a generator or coroutine"):
             precision.arithmetic("bf16")(late)
 
 

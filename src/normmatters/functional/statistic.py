@@ -1,4 +1,4 @@
-"""The squared scale s² = (C·statistic)² of deviations, in plain PyTorch; which statistic, a :class:`Norm` says."""
+"""The squared scale s² = (C·statistic)² of deviations, in plain PyTorch. A :class:`Norm` says which statistic."""
 
 from __future__ import annotations
 

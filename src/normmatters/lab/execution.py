@@ -1,6 +1,6 @@
 """How a run uses its process: a device, a share of the batch, torch's global switches, and what takes the steps.
 
-Alone and one step after the other, here; ``side_by_side`` has the other way.
+Here a run has the process for itself. :mod:`~normmatters.lab.side_by_side` has runs that share one.
 """
 
 from __future__ import annotations

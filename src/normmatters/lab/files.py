@@ -1,4 +1,4 @@
-"""Files of a run: written whole or not at all; read only if they are plain files, and as what they should be."""
+"""Files of a run: written whole or not at all; read only if they are plain files of the right type."""
 
 from __future__ import annotations
 

@@ -64,7 +64,8 @@ def find_recording(run_dir: Path, config: RunConfig, reference_dir: str | Path |
             problem = f"{place} has finished, but has no norms.safetensors"
             raise ValueError(f"optim.reference={name!r}: {problem}; remove its summary.json and train it again")
     raise ValueError(
-        f"optim.reference={name!r}: no recorded norms; run that cell first (looked in {', '.join(map(str, places))})"
+        f"optim.reference={name!r}: that run's norms are in none of {', '.join(map(str, places))}; "
+        "train it first, or use `normmatters reproduce`, which trains both"
     )
 
 

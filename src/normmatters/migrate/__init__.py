@@ -1,4 +1,4 @@
-"""Load checkpoints of others into this library's models, and save ours for others: the same function, other names.
+"""Load checkpoints of others into this library's models, and save ours for others. Only names and layouts change.
 
 It knows the layers of the authors' repository ``norm_matters`` (batch norms that store the inverse scale, mean-only
 batch norm, both forms of bounded weight norm) and ``torch``'s weight norm in its two layouts. Checkpoints of

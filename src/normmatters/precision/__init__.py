@@ -101,7 +101,8 @@ class _Context(contextlib.ContextDecorator):
 
     def __call__(self, func: F) -> F:
         if inspect.isgeneratorfunction(func) or inspect.iscoroutinefunction(func) or inspect.isasyncgenfunction(func):
-            raise TypeError(f"the body of {func.__name__} runs after the call: enter the arithmetic inside of it")
+            kind = "a generator or coroutine, whose body runs after the call"
+            raise TypeError(f"{func.__name__} is {kind}: enter the arithmetic inside it")
         return super().__call__(func)
 
     def __enter__(self) -> Arithmetic:

@@ -135,7 +135,7 @@ class TextLoader:
         Both sides become as wide as the next multiple of four, and as many rows as any batch of that width has.
         """
         if self.shard.world > 1:
-            raise ValueError(f"batches shared by {self.shard.world} processes cannot be filled up")
+            raise ValueError(f"CUDA graphs of text need a run in one process, got {self.shard.world} processes")
         for width, rows in zip(self._widths(), np.diff(self.bounds)):
             self.shapes[width] = max(self.shapes.get(width, 0), int(rows))
 

@@ -1,7 +1,7 @@
 """Residual networks: CIFAR's ResNet-6n+2 and ImageNet's ResNet-18 and -50.
 
 Where the shape changes, the shortcut is a strided 1 × 1 convolution with a norm (He's option B), in the CIFAR networks
-too: so it is in the authors' code, and in option A a norm-free shortcut would carry scale past the norms.
+too. The authors' code has it so. Option A has no norm in its shortcuts, so they would carry scale past the norms.
 """
 
 from __future__ import annotations
