@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -149,3 +150,72 @@ def test_a_fused_model_computes_what_its_layers_do(kind):
     plain = torch.autograd.grad(sum(g.square().sum() for g in grads), list(model.parameters()), allow_unused=True)
     for a, b in zip(second, plain):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+
+
+def weights_and_gradients(group, v):
+    leaves = [x.clone().requires_grad_() for x in v]
+    weights = group(leaves, [torch.tensor(1.5)] * len(v))
+    return weights, torch.autograd.grad(weights, leaves, [torch.ones_like(w) for w in weights])
+
+
+def test_memory_that_nobody_holds_serves_again():
+    v = [torch.randn(4, 6), torch.randn(3, 2, 3, 3)]
+    group = WeightGroup(v, 2, torch.float32)
+    passes = []
+    for _ in range(3):
+        weights, gradients = weights_and_gradients(group, v)
+        passes.append([t.data_ptr() for t in (*weights, *gradients)])
+        del weights, gradients
+    assert passes[0] == passes[1] == passes[2]
+
+
+HOLD = {
+    "tensor": lambda w: w,
+    "view": lambda w: w[0],
+    "detached": lambda w: w.detach(),
+    "numpy": lambda w: w.detach().numpy(),
+    "storage": lambda w: w.untyped_storage(),
+    "graph": lambda w: (w.clone() ** 2).grad_fn if w.grad_fn is None else (w**2).grad_fn,
+    "shared": lambda w: w.detach().share_memory_().untyped_storage(),
+}
+
+
+@pytest.mark.parametrize("hold", HOLD)
+def test_memory_that_somebody_holds_does_not_serve_again(hold):
+    v = [torch.randn(4, 6), torch.randn(3, 2, 3, 3)]
+    group = WeightGroup(v, 2, torch.float32)
+    weights, gradients = weights_and_gradients(group, v)
+    held, addresses = [HOLD[hold](t) for t in weights], [t.data_ptr() for t in (*weights, *gradients)]
+    del weights, gradients
+    weights, gradients = weights_and_gradients(group, [2 * x + 1 for x in v])
+    again = [t.data_ptr() for t in (*weights, *gradients)]
+    assert not set(addresses[:2]) & set(again)
+    assert again[2:] == addresses[2:]
+    del held
+
+
+def test_memory_under_another_pass_of_the_same_group():
+    """Weights that are held keep their values while the group computes others, in eager and in inference mode."""
+    v = [torch.randn(4, 6)]
+    group = WeightGroup(v, 2, torch.float32)
+    with torch.inference_mode():
+        (first,) = group(v, [torch.tensor(1.0)])
+    (second,) = group(v, [torch.tensor(2.0)])
+    (third,) = group(v, [torch.tensor(3.0)])
+    torch.testing.assert_close([2 * first, 3 * first], [second, third])
+    assert not second.is_inference()
+
+
+def test_threads_do_not_share_memory():
+    v = [torch.randn(64, 64)]
+    group = WeightGroup(v, 2, torch.float32)
+
+    def work(rho):
+        for _ in range(200):
+            (w,) = group(v, [torch.tensor(rho)])
+            if not torch.allclose(w.norm(dim=1), torch.tensor(rho)):
+                return False
+        return True
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, [1.0, 2.0, 3.0, 4.0]))

@@ -1,7 +1,8 @@
 """Weight norm of many layers in one call on a CPU: w = ρ·v/‖v‖_p for every row (F11–F13), and its gradient.
 
-The same interface as :mod:`normmatters.kernels.triton.weight_norm`; the kernels are in native/weight_norm.cpp. Each
-weight is a tensor of its own: one buffer for all would be mapped anew, and its pages filled with zeros, in every pass.
+The same interface as :mod:`normmatters.kernels.triton.weight_norm`; the kernels are in native/weight_norm.cpp. Weights
+and gradients of one pass are written where those of an earlier pass were, if nobody holds these any more: to map fresh
+memory and fill it with zeros costs as much as the kernels take.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import functools
 import math
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,6 +59,41 @@ def is_learned(rho: Tensor) -> bool:
     return rho.ndim > 0
 
 
+class _Slot(NamedTuple):
+    """Memory for one output. Only this tensor, which nobody is given, holds it while it is free."""
+
+    tensor: Tensor
+    address: int
+    storage: int  # the C++ object's; whoever asks for its Python object gets the same one, and would not be counted
+
+    def is_free(self) -> bool:
+        # Resized, or moved to shared memory, where other processes may read it, it has another address.
+        return self.tensor.data_ptr() == self.address and torch._C._storage_Use_Count(self.storage) == 1
+
+
+class _Memory:
+    """Outputs of given layouts, in the memory of earlier ones that nobody holds any more."""
+
+    def __init__(self, layouts: Sequence[tuple[torch.Size, tuple[int, ...]]], dtype: torch.dtype) -> None:
+        self._layouts, self._dtype = layouts, dtype
+        self._sets: list[list[_Slot]] = []  # a thread takes one out while it looks for what is free in it
+
+    def outputs(self) -> list[Tensor]:
+        if torch.is_inference_mode_enabled():  # its tensors are of no use outside of it
+            return [slot.tensor for slot in map(self._slot, self._layouts)]
+        try:
+            slots = [s if s.is_free() else self._slot(layout) for s, layout in zip(self._sets.pop(), self._layouts)]
+        except IndexError:
+            slots = [*map(self._slot, self._layouts)]
+        outputs = [slot.tensor.data for slot in slots]
+        self._sets.append(slots)
+        return outputs
+
+    def _slot(self, layout: tuple[torch.Size, tuple[int, ...]]) -> _Slot:
+        tensor = torch.empty_strided(*layout, dtype=self._dtype)
+        return _Slot(tensor, tensor.data_ptr(), torch._C._storage_address(tensor))  # type: ignore[attr-defined]
+
+
 class WeightGroup:
     """The weights ρ·v/‖v‖_p of many layers: made once for tensors of these shapes and strides, called often.
 
@@ -75,6 +111,7 @@ class WeightGroup:
         self._lengths = [x.numel() // x.shape[0] for x in v]
         starts = [*accumulate(map(Tensor.numel, v), initial=0)]
         self._starts = (ctypes.c_int64 * len(starts))(*starts)
+        self._w, self._dv = _Memory(self.layouts, dtype), _Memory(self.layouts, v[0].dtype)
         self._kind = DTYPES[v[0].dtype], DTYPES[dtype], _ORDERS.get(float(p), 3), float(p)
 
     def __call__(self, v: Sequence[Tensor], rho: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -104,7 +141,7 @@ class WeightGroup:
 
     def forward(self, v: Sequence[Tensor], rho: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
         """The weights, and the norms of all rows."""
-        w = [torch.empty_strided(shape, stride, dtype=self.dtype) for shape, stride in self.layouts]
+        w = self._w.outputs()
         norms = torch.empty(sum(self._rows), dtype=compute_dtype(v[0].dtype))
         self._run("nm_weight_norm", (v, w, rho if self.learned else ()), rho, norms)
         return w, norms
@@ -113,7 +150,7 @@ class WeightGroup:
         self, g: Sequence[Tensor], v: Sequence[Tensor], rho: Sequence[Tensor], norms: Tensor
     ) -> tuple[list[Tensor], list[Tensor]]:
         """The gradients of all v, and those of all ρ if they are learned. ``g``: each laid out as its v."""
-        dv = [torch.empty_strided(shape, stride, dtype=x.dtype) for (shape, stride), x in zip(self.layouts, v)]
+        dv = self._dv.outputs()
         drho = [torch.empty_like(r) for r in rho] if self.learned else []
         self._run("nm_weight_norm_backward", (g, v, dv, rho if self.learned else (), drho), rho, norms)
         return dv, drho
