@@ -60,9 +60,6 @@ constexpr double kCodeStep = 0.4;
 
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Ask the system for large pages before a large output is written for the first time: fewer page faults.
-void prefer_large_pages(void* begin, int64_t bytes);
-
 template <class T>
 struct BatchNorm {
   using C = Compute<T>;

@@ -301,6 +301,12 @@ NM_INLINE void store_one(T* to, Compute<T> x) {
   }
 }
 
+// ---- memory ---------------------------------------------------------------------------------------------------------
+
+// Before an output is written: where its pages are not there yet, let them be large ones. A page fault for each 4 KiB
+// costs several times as much as writing them.
+void prefer_large_pages(const void* begin, int64_t bytes);
+
 // ---- threads --------------------------------------------------------------------------------------------------------
 
 // PyTorch's own, by pointers that the loader hands over: its stable C functions. They never throw here.

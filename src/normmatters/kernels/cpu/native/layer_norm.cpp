@@ -245,6 +245,7 @@ NM_EXPORT void nm_layer_norm(const void* x, void* y, const void* weight, const v
     using T = typename decltype(tag)::type;
     using C = Compute<T>;
     const Shape<C> shape{rows, n, eps, constant, p, (const C*)weight, (const C*)bias};
+    prefer_large_pages(y, rows * n * int64_t(sizeof(T)));
     with_kind(kind, centered, [&](auto kind_tag, auto centered_tag) {
       parallel_for(
           rows,
@@ -267,6 +268,7 @@ NM_EXPORT void nm_layer_norm_backward(const void* g, const void* x, void* dx, co
     using C = Compute<T>;
     const Shape<C> shape{rows, n, eps, constant, p, (const C*)weight, nullptr};
     double* const totals = (double*)scratch;
+    prefer_large_pages(dx, rows * n * int64_t(sizeof(T)));
     with_kind(kind, centered, [&](auto kind_tag, auto centered_tag) {
       constexpr int kKind = kind_tag.value;
       constexpr bool kCentered = centered_tag.value;

@@ -10,12 +10,12 @@
 
 namespace nm {
 
-void prefer_large_pages(void* begin, int64_t bytes) {
+void prefer_large_pages(const void* begin, int64_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   constexpr uintptr_t kLarge = 2 << 20;
   const uintptr_t first = (reinterpret_cast<uintptr_t>(begin) + kLarge - 1) & ~(kLarge - 1);
   const uintptr_t last = (reinterpret_cast<uintptr_t>(begin) + uintptr_t(bytes)) & ~(kLarge - 1);
-  if (bytes >= (32 << 20) && last > first) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+  if (last > first) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
 #else
   (void)begin, (void)bytes;
 #endif
