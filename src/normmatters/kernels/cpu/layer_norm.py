@@ -69,8 +69,9 @@ def backward(
     _, constant, p, centered, _ = options
     g, x, dtype, (rows, size) = g.contiguous(), x.contiguous(), compute_dtype(x.dtype), _rows(x, shape)
     dx, weight = torch.empty_like(x), _computed(weight, dtype)
-    # Parts of the rows that are summed each by itself; the same for any number of threads.
-    parts = max(1, min(128, rows // 16, max(16, 2**20 // size)))
+    # Parts of the rows that are summed each by itself; the same for any number of threads. Each has its own sums, whose
+    # memory is small beside that of its rows.
+    parts = max(1, min(128, max(rows // 64, min(16, rows // 16)), max(16, 2**20 // size)))
     dweight = dbias = scratch = None
     if dtypes is not None:
         dweight, dbias = torch.empty(2, size, dtype=dtype).unbind()
