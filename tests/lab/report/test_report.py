@@ -149,6 +149,16 @@ def test_the_page_shows_figures_first_and_folds_the_rest(tmp_path: Path) -> None
     assert rows[-1] == "6,10,10,10"
 
 
+def test_a_caption_says_which_of_its_curves_were_not_run(tmp_path: Path) -> None:
+    for cell in ("resnet56_l2", "resnet56_with_c"):
+        write_run(tmp_path, f"supp1/{cell}", preset="cifar")
+    page = write_report([tmp_path], tmp_path / "out").html.read_text()
+    assert "Without C the curve comes down later and ends higher. Not run here: L1 without C. <a download" in page
+    write_run(tmp_path, "supp1/resnet56_without_c", preset="cifar")
+    page = write_report([tmp_path], tmp_path / "out").html.read_text()
+    assert "comes down later and ends higher. <a download" in page
+
+
 def test_runs_of_your_own_get_a_section(tmp_path: Path) -> None:
     folder = write_run(tmp_path, "fig1/wd_on", final=0.97)
     config = json.loads((folder / "config.json").read_text())

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from normmatters.lab.cells import load_cell
 from normmatters.lab.config import TEXT
 from normmatters.lab.figures import EXPERIMENTS, PICTURE, Experiment, Panel
 from normmatters.lab.recorded_runs import METRICS
@@ -37,6 +38,11 @@ class Section:
     def one_legend(self) -> bool:
         """Whether all charts show the same cells."""
         return len({tuple((s.label, s.slot) for s in chart.series) for _, chart in self.charts}) == 1
+
+    def not_run(self, panel: Panel) -> list[str]:
+        """The labels of the panel's curves that have no runs here, though its caption may speak of them."""
+        absent = [name for name in panel.cells if name not in self.results and not panel.lines]
+        return [load_cell(f"{self.experiment.name}/{name}").label for name in absent]
 
     @property
     def seeds(self) -> str:
