@@ -123,7 +123,7 @@ def _in_plain_signs(error: UnicodeError) -> tuple[str, int]:
 
 def _fail(message: str) -> NoReturn:
     text = " ".join(message.split())
-    Console(stderr=True, soft_wrap=True).print(f"[bold red]Error:[/] [red]{escape(text)}[/]", highlight=False)
+    Console(stderr=True, soft_wrap=True, highlight=False).print(f"[bold red]Error:[/] [red]{escape(text)}[/]")
     sys.exit(2)
 
 
@@ -202,21 +202,21 @@ def reproduce(
     kept = published / preset if published and (published / preset).is_dir() else None
     plan = make_plan(chosen, preset, out, seeds=seeds, overrides=sets or (), data=data, published=kept)
     waiting = [run for run in plan if run.state == "waiting"]
-    console = Console()
+    console = Console(highlight=False)
     cells, done = len({run.id for run in plan}), len(plan) - len(waiting)
     finished = f", {done} of them finished" if done else ""
     console.print(
         f"[bold]{_count(len(plan), 'run')}[/] of {_count(cells, 'cell')} in {escape(str(out))}{finished}",
-        highlight=False,
     )
     if dry_run:
         for run in waiting:
-            console.print(f"  {run.id} [dim]seed {run.seed}, {run.epochs} epochs", highlight=False)
+            console.print(f"  {run.id} [dim]seed {run.seed}, {run.epochs} epochs")
         return
     workers = place(plan, device, jobs)
     failed = []
     if waiting:
-        with RunsView(console, plan) as view:
+        view = RunsView(console, plan)
+        with view.progress:
             failed = Runner(plan, workers=workers, data_dir=data_dir).run(view)
     from normmatters.lab.report import write_report
 
@@ -226,7 +226,7 @@ def reproduce(
         command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
         _show_report(console, write_report(runs, out / "report", command=command))
     if failed:
-        console.print(f"[bold red]{len(failed)} of {len(plan)} runs did not finish:[/]", highlight=False)
+        console.print(f"[bold red]{len(failed)} of {len(plan)} runs did not finish:[/]")
         show_reasons(console, failed)
         raise typer.Exit(1)
 
@@ -261,16 +261,15 @@ def _show_report(console: Console, report: Report) -> None:
         mark = f"[{colors[v.verdict]}]{v.mark}[/]"
         table.add_row(mark, f"{escape(v.text)} [dim]{v.claim.check}[/]", escape(v.measured))
     if report.verdicts:
-        console.print(table, highlight=False)
+        console.print(table)
         count = {kind: sum(v.verdict == kind for v in report.verdicts) for kind in colors}
         console.print(
             f"\n[green]{count['holds']} claims hold[/], [red]{count['fails']} do not[/], "
             f"{count['open']} cannot be told from these runs.",
-            highlight=False,
         )
     if report.not_run:
-        console.print(escape(report.not_run), style="dim", highlight=False, soft_wrap=True)
-    console.print(f"[bold]Report:[/] {escape(str(report.html.resolve()))}", highlight=False, soft_wrap=True)
+        console.print(escape(report.not_run), style="dim", soft_wrap=True)
+    console.print(f"[bold]Report:[/] {escape(str(report.html.resolve()))}", soft_wrap=True)
 
 
 @app.command(rich_help_panel="Your own runs")
@@ -330,7 +329,7 @@ def report(
     """
     from normmatters.lab.report import write_report
 
-    console = Console()
+    console = Console(highlight=False)
     with console.status("reading runs") as status:
         written = write_report(runs, out, progress=status.update)
     _show_report(console, written)
@@ -361,10 +360,10 @@ def publish(
     from normmatters.lab.schema import check_name
 
     check_name("preset", preset, PRESETS)
-    console = Console()
+    console = Console(highlight=False)
     if runs:
         kept = keep(runs, to / preset)
-        console.print(f"[bold]{_count(len(kept), 'run')}[/] in {escape(str(to / preset))}", highlight=False)
+        console.print(f"[bold]{_count(len(kept), 'run')}[/] in {escape(str(to / preset))}")
     for report in redraw(to, into or ()):
         _show_report(console, report)
 
@@ -417,7 +416,7 @@ def explain(
     """
     from normmatters.optim import recipe
 
-    Console().print(recipe.render(recipe.explain(lr, wd, momentum)), highlight=False, markup=False, soft_wrap=True)
+    Console(highlight=False).print(recipe.render(recipe.explain(lr, wd, momentum)), markup=False, soft_wrap=True)
 
 
 app.command(rich_help_panel="The library")(doctor)
@@ -441,11 +440,11 @@ def data_prepare(
 
     check_name("data set", name, get_args(DataName))
     dataset = load_data(DataConfig(name=name, batch_size=1), data_dir)  # type: ignore[arg-type]
-    console = Console()
+    console = Console(highlight=False)
     embedded = name in ("digits", "numbers")
     where = "embedded, nothing to prepare" if embedded else f"ready in {escape(str(data_root(data_dir)))}"
-    console.print(f"[green]✓[/] {name}: {where}", highlight=False)
+    console.print(f"[green]✓[/] {name}: {where}")
     if isinstance(dataset, ImageData):
-        console.print(f"  {dataset.classes} classes, {dataset.channels}×{dataset.size}×{dataset.size}", highlight=False)
+        console.print(f"  {dataset.classes} classes, {dataset.channels}×{dataset.size}×{dataset.size}")
     else:
-        console.print(f"  {dataset.train.count} pairs of sentences, {dataset.vocab_size} tokens", highlight=False)
+        console.print(f"  {dataset.train.count} pairs of sentences, {dataset.vocab_size} tokens")

@@ -37,14 +37,14 @@ def _print_environment(wanted: bool) -> None:
     from normmatters.kernels import backends, cpu
 
     library = cpu.library()
-    console = Console(soft_wrap=True)
+    console = Console(soft_wrap=True, highlight=False)
     threads = torch.get_num_threads()
-    console.print(f"torch {torch.__version__}, {threads} thread{'s' if threads > 1 else ''}", highlight=False)
+    console.print(f"torch {torch.__version__}, {threads} thread{'s' if threads > 1 else ''}")
     gpu = backends.TRITON_MISSING or ("" if torch.cuda.is_available() else "torch finds no GPU here")
     native = backends.NATIVE_MISSING
     served = "" if library is None else f" ({library.isa}, {library.path})"
-    console.print(f"on a GPU: {f'Triton kernels not used: {gpu}' if gpu else 'Triton kernels'}", highlight=False)
-    console.print(f"on a CPU: {f'plain PyTorch: {native}' if native else 'native kernels' + served}", highlight=False)
+    console.print(f"on a GPU: {f'Triton kernels not used: {gpu}' if gpu else 'Triton kernels'}")
+    console.print(f"on a CPU: {f'plain PyTorch: {native}' if native else 'native kernels' + served}")
     raise typer.Exit
 
 
@@ -295,7 +295,7 @@ def _load(path: Path) -> Any:
 def _print(diagnosis: Diagnosis) -> None:
     from rich.table import Table
 
-    console = Console()
+    console = Console(highlight=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = 10_000  # lines in a pipe or a file stay whole, and grep finds every name
     for table in diagnosis.tables():
@@ -312,7 +312,7 @@ def _print(diagnosis: Diagnosis) -> None:
         for row in table.rows:
             # The option of this command, where a note names the argument of ``convert``.
             grid.add_row(*(escape(row[i].replace("layer_norm=", "--layer-norm")) for i in columns))
-        console.print(grid, highlight=False)
+        console.print(grid)
         console.print()
     for line in diagnosis.summary():
-        console.print(escape(line), highlight=False, soft_wrap=True)
+        console.print(escape(line), soft_wrap=True)

@@ -50,7 +50,7 @@ def _progress(console: Console, *columns: ProgressColumn) -> Progress:
 
 
 class RunsView:
-    """Shows a plan at work. Enter it, and call it with the ``Runner`` at each poll."""
+    """Shows a plan at work: inside its ``progress``, call it with the ``Runner`` at each poll."""
 
     def __init__(self, console: Console, plan: list[PlannedRun]) -> None:
         self.console = console
@@ -63,16 +63,9 @@ class RunsView:
         self._messages = 0  # printed
         self._reasons: set[str] = set()
 
-    def __enter__(self) -> RunsView:
-        self.progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.progress.stop()
-
     def __call__(self, runner: Runner) -> None:
         for message in runner.messages[self._messages :]:
-            self.console.print(f"[yellow]![/] {escape(message)}", highlight=False)
+            self.console.print(f"[yellow]![/] {escape(message)}")
         self._messages = len(runner.messages)
         done = 0
         for run in self._to_do:
@@ -96,11 +89,11 @@ class RunsView:
             _, row = run.progress()
             diverged = RunFolder(run.folder).diverged()
             mark, text = ("[yellow]![/]", "diverged") if diverged else ("[green]✓[/]", metric_text(row))
-            self.console.print(f"{mark} {_title(run)}[/]  {text}", highlight=False)
+            self.console.print(f"{mark} {_title(run)}[/]  {text}")
         else:
             reason = "for the same reason" if run.reason in self._reasons else escape(run.reason)
             self._reasons.add(run.reason)
-            self.console.print(f"[red]✗[/] {_title(run)}[/]  {reason}", highlight=False, soft_wrap=True)
+            self.console.print(f"[red]✗[/] {_title(run)}[/]  {reason}", soft_wrap=True)
 
 
 def _title(run: PlannedRun) -> str:
@@ -111,12 +104,12 @@ def show_reasons(console: Console, failed: list[PlannedRun]) -> None:
     """Show each reason once: often all runs have the same, such as missing data."""
     for reason in dict.fromkeys(run.reason for run in failed):
         which = ", ".join(f"{run.id} seed {run.seed}" for run in failed if run.reason == reason)
-        console.print(f"  [red]✗[/] {which}: {escape(reason)}", highlight=False, soft_wrap=True)
+        console.print(f"  [red]✗[/] {which}: {escape(reason)}", soft_wrap=True)
 
 
 def train_with_progress(config: RunConfig, run_dir: Path, data_dir: Path | None, *, resume: bool = True) -> RunResult:
     """Train in ``run_dir`` and show how it goes; under torchrun only the first process prints."""
-    console = Console(quiet=os.environ.get("RANK", "0") != "0")
+    console = Console(quiet=os.environ.get("RANK", "0") != "0", highlight=False)
     name = escape(f"{config.experiment}/{config.cell} seed {config.seed}")
     with _progress(console, TaskProgressColumn()) as bar:
         task = bar.add_task(name, total=None)
@@ -124,15 +117,15 @@ def train_with_progress(config: RunConfig, run_dir: Path, data_dir: Path | None,
         def show(event: dict[str, Any]) -> None:
             bar.update(task, total=event.get("steps"), completed=event.get("step", 0))
             for message in event.get("messages", ()):
-                console.print(f"[yellow]![/] {escape(message)}", highlight=False, soft_wrap=True)
+                console.print(f"[yellow]![/] {escape(message)}", soft_wrap=True)
             if "train_loss" in event:
                 line = f"epoch {event['epoch']:>3} of {config.optim.epochs}  train loss {event['train_loss']:.4f}"
-                console.print(f"{line}  {metric_text(event)}  [dim]{event['seconds']:.1f} s", highlight=False)
+                console.print(f"{line}  {metric_text(event)}  [dim]{event['seconds']:.1f} s")
 
         result = train(config, run_dir, data_dir=data_dir, progress=show, resume=resume)
     if result.status == "finished":
-        console.print(f"[green]✓[/] {name}: {metric_text(result.metrics)}", highlight=False)
+        console.print(f"[green]✓[/] {name}: {metric_text(result.metrics)}")
     else:
-        console.print(f"[red]✗[/] {name}: {escape(result.message)}", highlight=False)
-    console.print(f"Run folder: {escape(str(run_dir))}", highlight=False, soft_wrap=True)
+        console.print(f"[red]✗[/] {name}: {escape(result.message)}")
+    console.print(f"Run folder: {escape(str(run_dir))}", soft_wrap=True)
     return result

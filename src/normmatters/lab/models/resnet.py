@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from normmatters.lab.models.layers import conv, init_weights
-from normmatters.lab.norms import NormAct, NormFactory
+from normmatters.lab.norms import NormFactory
 
 
 class BasicBlock(nn.Module):
@@ -30,10 +30,6 @@ class BasicBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm1(self.conv1(x))
         return self.norm2(self.conv2(y), residual=self.shortcut(x))  # type: ignore[no-any-return]
-
-    @property
-    def last(self) -> tuple[nn.Conv2d, NormAct]:
-        return self.conv2, self.norm2
 
 
 class Bottleneck(nn.Module):
@@ -52,10 +48,6 @@ class Bottleneck(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm2(self.conv2(self.norm1(self.conv1(x))))
         return self.norm3(self.conv3(y), residual=self.shortcut(x))  # type: ignore[no-any-return]
-
-    @property
-    def last(self) -> tuple[nn.Conv2d, NormAct]:
-        return self.conv3, self.norm3
 
 
 def _shortcut(inputs: int, outputs: int, stride: int, norm: NormFactory) -> nn.Module:
@@ -100,13 +92,13 @@ class ResNet(nn.Module):
         self.classifier = nn.Linear(inputs, classes)
         init_weights(self, norm)
         for item in blocks:
-            last_conv, last_norm = item.last
+            last, its_norm = (item.conv3, item.norm3) if isinstance(item, Bottleneck) else (item.conv2, item.norm2)
             if not norm.rescales:
                 # nothing rescales the branches, so n of them would double the variance n times: give each 1/n of it
                 with torch.no_grad():
-                    last_conv.weight.mul_(1 / math.sqrt(len(blocks)))
+                    last.weight.mul_(1 / math.sqrt(len(blocks)))
             elif zero_init_residual:
-                nn.init.zeros_(last_norm.norm.weight)  # type: ignore[arg-type]
+                nn.init.zeros_(its_norm.norm.weight)  # type: ignore[arg-type]
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.blocks(self.pool(self.stem(x)))
