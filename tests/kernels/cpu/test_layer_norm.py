@@ -181,3 +181,20 @@ def test_second_derivatives_are_those_of_the_plain_equation(layer):
     layer, x = layer.double(), torch.randn(3, 6, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradgradcheck(lambda x, *ps: layer(x), (x, *layer.parameters()))
     assert torch.autograd.gradcheck(lambda x, *ps: layer(x), (x, *layer.parameters()))
+
+
+@pytest.mark.parametrize("size", [4096, 4500], ids=["aligned rows", "others"])
+def test_large_outputs_are_those_of_their_parts(size):
+    """Outputs of 16 MB and more are stored past the cache."""
+    torch.manual_seed(0)
+    rows = (17 << 20) // (4 * size)
+    x, weight, bias = torch.randn(rows, size), torch.randn(size), torch.randn(size)
+
+    def run(x):
+        x = x.clone().requires_grad_()
+        y = dispatch.layer_norm(x, [size], Norm(1), weight, bias)
+        return y.detach(), *torch.autograd.grad(y, x, x.detach() ** 2)
+
+    parts = [run(part) for part in x.chunk(3)]
+    for whole, own in zip(run(x), zip(*parts)):
+        assert torch.equal(whole, torch.cat(own))

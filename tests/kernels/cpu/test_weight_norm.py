@@ -219,3 +219,19 @@ def test_threads_do_not_share_memory():
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(work, [1.0, 2.0, 3.0, 4.0]))
+
+
+@pytest.mark.parametrize("length", [4096, 4500], ids=["aligned rows", "others"])
+def test_large_outputs_are_those_of_their_parts(length):
+    """Outputs of 16 MB and more are stored past the cache."""
+    torch.manual_seed(0)
+    v = torch.randn((17 << 20) // (4 * length), length)
+
+    def run(v):
+        v = v.clone().requires_grad_()
+        (w,) = WeightGroup([v], 2, torch.float32)([v], [torch.tensor(1.5)])
+        return w.detach(), *torch.autograd.grad(w, v, v.detach() ** 2)
+
+    parts = [run(part) for part in v.chunk(3)]
+    for whole, own in zip(run(v), zip(*parts)):
+        assert torch.equal(whole, torch.cat(own))

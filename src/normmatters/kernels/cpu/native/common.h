@@ -10,7 +10,7 @@
 #include <cstring>
 #include <type_traits>
 
-#if defined(__AVX2__) || defined(__AVX512F__)
+#if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 #if defined(__ARM_NEON)
@@ -327,6 +327,9 @@ void parallel_for(int64_t tasks, Body&& body, int64_t grain = 1) {
   using Plain = std::remove_reference_t<Body>;
   const ParallelBody run = [](int64_t begin, int64_t end, void* context) {
     for (int64_t task = begin; task < end; ++task) (*static_cast<Plain*>(context))(task);
+#if defined(__x86_64__)
+    _mm_sfence();  // what was stored past the cache is there for other threads
+#endif
   };
   void* context = const_cast<void*>(static_cast<const void*>(&body));
   if (tasks <= grain) run(0, tasks, context);

@@ -120,14 +120,14 @@ Row<Compute<T>> statistics(const T* x, const Shape<Compute<T>>& shape) {
 }
 
 template <class T, int kKind, bool kCentered>
-void forward_row(const T* x, T* out, const Shape<Compute<T>>& shape, Row<Compute<T>>& saved) {
+void forward_row(const T* x, T* out, const Shape<Compute<T>>& shape, Row<Compute<T>>& saved, bool past) {
   using C = Compute<T>;
   saved = statistics<T, kKind, kCentered>(x, shape);
   const Vec<C> high = splat(saved.high), inverse = splat(saved.inverse), shift = splat(-saved.low * saved.inverse);
   auto write = [&](auto affine) NM_ALWAYS {
     for_each_vector<C>(0, shape.n, [&](int64_t i, int, auto lanes) NM_ALWAYS {
       const Vec<C> value = lanes.load(x + i);
-      lanes.store(out + i, affine(i, kCentered ? fma(value - high, inverse, shift) : value * inverse, lanes));
+      store_output(out + i, affine(i, kCentered ? fma(value - high, inverse, shift) : value * inverse, lanes), lanes, past);
     });
   };
   const C *weight = shape.weight, *bias = shape.bias;
@@ -193,7 +193,7 @@ Gradient<Compute<T>> gradient_of(const T* g, const T* x, const Row<Compute<T>>& 
 // dx of `count` rows, and their parts of the gradients of weight and bias.
 template <class T, int kKind, bool kCentered, bool kParameters, int kCount>
 NM_INLINE void backward_rows(const T* g, const T* x, T* dx, const Row<Compute<T>>* saved, const Shape<Compute<T>>& shape,
-                             Compute<T>* dweight, Compute<T>* dbias) {
+                             Compute<T>* dweight, Compute<T>* dbias, bool past) {
   using C = Compute<T>;
   const int64_t n = shape.n;
   const C* weight = shape.weight;
@@ -208,7 +208,7 @@ NM_INLINE void backward_rows(const T* g, const T* x, T* dx, const Row<Compute<T>
       const Vec<C> y = kCentered ? centered<C>(value, splat(of[r].high), splat(of[r].low)) : value;
       Vec<C> d = direction<kKind, C>(y, -of[r].slope, saved[r], shape.p);
       if (kCentered) d += of[r].shift;
-      lanes.store(dx + r * n + i, fma(grad * gamma, splat(of[r].inverse), d));
+      store_output(dx + r * n + i, fma(grad * gamma, splat(of[r].inverse), d), lanes, past);
       if (kParameters) {
         dw = fma(grad * of[r].inverse, y, dw);
         db += grad;
@@ -246,11 +246,13 @@ NM_EXPORT void nm_layer_norm(const void* x, void* y, const void* weight, const v
     using C = Compute<T>;
     const Shape<C> shape{rows, n, eps, constant, p, (const C*)weight, (const C*)bias};
     prefer_large_pages(y, rows * n * int64_t(sizeof(T)));
+    const bool past = leaves_cache(rows * n * int64_t(sizeof(T)));
     with_kind(kind, centered, [&](auto kind_tag, auto centered_tag) {
       parallel_for(
           rows,
           [&](int64_t r) {
-            forward_row<T, kind_tag.value, centered_tag.value>((const T*)x + r * n, (T*)y + r * n, shape, ((Row<C>*)saved)[r]);
+            forward_row<T, kind_tag.value, centered_tag.value>((const T*)x + r * n, (T*)y + r * n, shape, ((Row<C>*)saved)[r],
+                                                               past);
           },
           std::max<int64_t>(1, kElementsPerTask / n));
     });
@@ -269,6 +271,7 @@ NM_EXPORT void nm_layer_norm_backward(const void* g, const void* x, void* dx, co
     const Shape<C> shape{rows, n, eps, constant, p, (const C*)weight, nullptr};
     double* const totals = (double*)scratch;
     prefer_large_pages(dx, rows * n * int64_t(sizeof(T)));
+    const bool past = leaves_cache(rows * n * int64_t(sizeof(T)));
     with_kind(kind, centered, [&](auto kind_tag, auto centered_tag) {
       constexpr int kKind = kind_tag.value;
       constexpr bool kCentered = centered_tag.value;
@@ -279,7 +282,8 @@ NM_EXPORT void nm_layer_norm_backward(const void* g, const void* x, void* dx, co
         auto run = [&](auto parameters) {
           auto take = [&](auto count, int64_t r) {
             backward_rows<T, kKind, kCentered, parameters.value, count.value>(
-                (const T*)g + r * n, (const T*)x + r * n, (T*)dx + r * n, (const Row<C>*)saved + r, shape, sums, sums + n);
+                (const T*)g + r * n, (const T*)x + r * n, (T*)dx + r * n, (const Row<C>*)saved + r, shape, sums, sums + n,
+                past);
           };
           if (parameters.value) std::memset(total, 0, size_t(2 * n) * sizeof(double));
           for (int64_t r = begin; r < end;) {

@@ -72,6 +72,33 @@ struct PartOfVector {
   }
 };
 
+// Start to load what is read next, into the second-level cache. It may lie beyond the end of an array.
+NM_INLINE void prefetch(const void* address) { __builtin_prefetch(address, 0, 2); }
+
+// Whether an output of so many bytes, and an input of as many, leave the cache before the output is read.
+NM_INLINE bool leaves_cache(int64_t bytes) { return bytes >= (16 << 20); }
+
+// lanes.store(to, x). With `past`, past the cache if `to` is aligned: then its old contents are not read first.
+template <class T, class Lanes>
+NM_INLINE void store_output(T* to, Vec<Compute<T>> x, Lanes lanes, bool past) {
+#if defined(__x86_64__)
+  if constexpr (std::is_same_v<Lanes, WholeVector> && std::is_same_v<T, float>) {
+    if (past && reinterpret_cast<uintptr_t>(to) % kVectorBytes == 0) {
+#if defined(__AVX512F__)
+      return _mm512_stream_ps(to, (__m512)x);
+#elif defined(__AVX2__)
+      return _mm256_stream_ps(to, (__m256)x);
+#else
+      return _mm_stream_ps(to, (__m128)x);
+#endif
+    }
+  }
+#else
+  (void)past;
+#endif
+  lanes.store(to, x);
+}
+
 // body(i, k, lanes) over the vectors of [begin, end): the vector's first element, the number k of an accumulator out of
 // kUnroll, and how to load and store the vector.
 constexpr int kUnroll = 4;

@@ -89,7 +89,7 @@ NM_INLINE double rho_of(const void* learned, const double* rho, int64_t r) {
 }
 
 template <class T, class W, int kOrder>
-void backward_row(const W* g, const T* v, T* dv, T* drho, double rho, double norm, int64_t n, double p) {
+void backward_row(const W* g, const T* v, T* dv, T* drho, double rho, double norm, int64_t n, double p, bool past) {
   using C = Compute<T>;
   const double inverse = norm == 0 ? 1 : 1 / norm;
   const Vec<C> size = splat(C(norm)), over_norm = splat(C(inverse));
@@ -118,7 +118,9 @@ void backward_row(const W* g, const T* v, T* dv, T* drho, double rho, double nor
       if constexpr (kOrder == kMax) slope = abs<C>(x) == size ? slope : Vec<C>{};
       if constexpr (kOrder == kAny) slope *= power(abs<C>(x) * over_norm, exponent);
     }
-    lanes.store(dv + i, fma(slope, share, lanes.load(g + i)) * scale);
+    prefetch(v + n + i);  // the next row
+    prefetch(g + n + i);
+    store_output(dv + i, fma(slope, share, lanes.load(g + i)) * scale, lanes, past);
   });
 }
 
@@ -152,6 +154,7 @@ NM_EXPORT void nm_weight_norm(const Forward* tensors, const int64_t* starts, int
     using T = typename decltype(v_tag)::type;
     using W = typename decltype(w_tag)::type;
     using C = Compute<T>;
+    const bool past = leaves_cache(starts[count] * int64_t(sizeof(W)));
     for_each_row(tensors, starts, count, [&](const Forward& x, int64_t r) {
       const T* v = (const T*)x.v + r * x.length;
       W* w = (W*)x.w + r * x.length;
@@ -159,8 +162,10 @@ NM_EXPORT void nm_weight_norm(const Forward* tensors, const int64_t* starts, int
       const C norm = C(norm_of<T, order_tag.value>(v, x.length, p));
       ((C*)x.norm)[r] = norm;
       const Vec<C> scale = splat(C(rho_of<T>(x.learned, x.rho, r) / (norm == 0 ? 1 : double(norm))));
-      for_each_vector<C>(0, x.length,
-                         [&](int64_t i, int, auto lanes) NM_ALWAYS { lanes.store(w + i, lanes.load(v + i) * scale); });
+      for_each_vector<C>(0, x.length, [&](int64_t i, int, auto lanes) NM_ALWAYS {
+        prefetch(v + x.length + i);  // the next row
+        store_output(w + i, lanes.load(v + i) * scale, lanes, past);
+      });
     });
   });
 }
@@ -170,12 +175,13 @@ NM_EXPORT void nm_weight_norm_backward(const Backward* tensors, const int64_t* s
   with_types(v_dtype, w_dtype, order, [&](auto v_tag, auto w_tag, auto order_tag) {
     using T = typename decltype(v_tag)::type;
     using W = typename decltype(w_tag)::type;
+    const bool past = leaves_cache(starts[count] * int64_t(sizeof(T)));
     for_each_row(tensors, starts, count, [&](const Backward& x, int64_t r) {
       const int64_t at = r * x.length;
       T* drho = x.dlearned ? (T*)x.dlearned + r : nullptr;
       backward_row<T, W, order_tag.value>((const W*)x.g + at, (const T*)x.v + at, (T*)x.dv + at, drho,
                                           rho_of<T>(x.learned, x.rho, r), double(((const Compute<T>*)x.norm)[r]),
-                                          x.length, p);
+                                          x.length, p, past);
     });
   });
 }
