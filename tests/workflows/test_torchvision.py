@@ -19,7 +19,7 @@ CASES: list[tuple[str, tuple[int, int] | None]] = [  # model, (batch norms, how 
     ("resnet50", (53, 49)),
     ("vgg11_bn", (8, 8)),
     ("regnet_y_400mf", None),
-    ("densenet121", None),  # asks for the type of its input
+    ("densenet121", (121, 121)),
     ("mobilenet_v2", None),  # ReLU6
     ("convnext_tiny", (23, 0)),  # layer norms, channels first and last
 ]

@@ -50,7 +50,7 @@ def _is_recorded(*tensors: Tensor | None) -> bool:
 def hides_layout(x: Tensor) -> bool:
     """Whether torch may take x, (N, C, ...), and a gradient for equally laid out, though one is in channels_last.
 
-    It judges by all strides, but those of dimensions of size 1 mean nothing. Behind ``y.squeeze(-1).transpose(1, 2)``
+    It judges by all strides, but those of dimensions of size 1 mean nothing. After ``y.squeeze(-1).transpose(1, 2)``
     the gradient of a y of (N, C, L, 1) is in channels_last and does not look it; it is then read in the wrong order
     (torch 2.13, on a CPU). A gradient that has the very strides of x is not mistaken; nor is an x that is not dense.
     """

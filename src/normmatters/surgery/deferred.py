@@ -46,7 +46,7 @@ _KNOWN = {
         *(nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d, nn.AdaptiveMaxPool2d),
     )
 }
-_LOOKUP = object.__getattribute__, nn.Module.__getattr__
+_GETATTRIBUTE, _GETATTR = object.__getattribute__, nn.Module.__getattr__
 
 
 class Deferred:
@@ -109,24 +109,27 @@ class Fusion:
         waits = type(x) is Deferred
         if waits and x.value is not None:
             x, waits = x.value, False
-        if waits and is_relu_function(f) and not args and (not kwargs or list(kwargs) == ["inplace"]) and not x.relu:
-            x.relu = True
-            return x
-        if not args and not kwargs and (waits or isinstance(x, Tensor)):
-            kind = type(f)
-            if isinstance(f, LpBatchNorm):
+        kind = type(f)
+        if waits and not isinstance(f, nn.Module):
+            if is_relu_function(f) and not args and (not kwargs or list(kwargs) == ["inplace"]) and not x.relu:
+                x.relu = True
+                return x
+        elif not args and not kwargs and (waits or isinstance(x, Tensor)):
+            if kind in _KNOWN:
+                if kind.forward is _KNOWN[kind] and ((not self.pending and self.link is None) or is_plain(f)):
+                    if waits and self._takes_over(x, kind, f):
+                        return x
+                    if kind is not nn.ReLU or not f.inplace:
+                        x = self.force(x) if waits else x
+                        return f(x if self.link is None else self._through_link(x))
+            elif isinstance(f, LpBatchNorm):
                 if f.act is None and kind.forward is LpBatchNorm.forward and is_plain(f):
-                    return self._defer(f, self.force(x))
+                    return self._defer(f, self.force(x) if waits else x)
             elif isinstance(f, nn.Sequential):
                 if kind.forward is nn.Sequential.forward and is_iterated_plainly(f) and is_plain(f):
                     return self.sequence(f, x)
-            elif kind in _KNOWN and kind.forward is _KNOWN[kind] and is_plain(f):
-                if waits and self._takes_over(x, kind, f):
-                    return x
-                if kind is not nn.ReLU or not f.inplace:
-                    x = self.force(x)
-                    return f(x if self.link is None else self._through_link(x))
-        x = self.force(x)
+        if waits:
+            x = self.force(x)
         self.flush()
         return f(x, *args, **kwargs)
 
@@ -150,7 +153,7 @@ class Fusion:
         if isinstance(owner, nn.Module):
             cls = type(owner)
             # As Python and nn.Module look it up, but at once: that takes nn.Module several times as long.
-            if (cls.__getattribute__, cls.__getattr__) == _LOOKUP and not hasattr(cls, name):
+            if cls.__getattribute__ is _GETATTRIBUTE and cls.__getattr__ is _GETATTR and not hasattr(cls, name):
                 attributes = owner.__dict__
                 if name in attributes:
                     if type(attributes[name]) in _SCALARS:
@@ -244,7 +247,7 @@ class Fusion:
         return x
 
     def _defer(self, norm: LpBatchNorm, input: Tensor) -> Any:
-        if _means_something_else(input):
+        if has_torch_function_unary(input) and _means_something_else(input):
             self.flush()
             return norm(input)
         for other in self.pending:
@@ -333,9 +336,7 @@ def is_relu_function(f: Any) -> bool:
 
 
 def _means_something_else(x: Tensor) -> bool:
-    """Whether a subclass, or a mode, may give PyTorch's functions of ``x`` another meaning."""
-    if not has_torch_function_unary(x):
-        return False
+    """Whether a subclass, or a mode other than a default device, may give PyTorch's functions another meaning."""
     if type(x) is not Tensor and type(x).__torch_function__ is not torch._C._disabled_torch_function_impl:
         return True
     return any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())
@@ -371,5 +372,5 @@ def _alike(input: Tensor, residual: Any) -> bool:
         isinstance(residual, Tensor)
         and residual.shape == input.shape
         and residual.dtype is input.dtype
-        and not _means_something_else(residual)
+        and not (has_torch_function_unary(residual) and _means_something_else(residual))
     )

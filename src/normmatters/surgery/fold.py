@@ -49,7 +49,7 @@ class AddReLU(nn.Module):
 class Rows(nn.Identity):
     """What a norm leaves that was folded into a linear layer: refuses what it would have normalized otherwise.
 
-    Behind (N, L, features) a batch norm's channels are dimension 1, which no weight of the linear layer stands for.
+    After (N, L, features) a batch norm's channels are dimension 1, which no weight of the linear layer stands for.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -340,7 +340,7 @@ def _reason_against(layer: Any, norm: Any, residual: bool) -> str | None:
     if isinstance(layer, _ConvTransposeNd) and layer.groups > 1:
         return "the channels of a transposed convolution with groups are no slices of its weight"
     if isinstance(layer, nn.Linear) and residual:
-        return "it is given a residual behind a linear layer"
+        return "it is given a residual, after a linear layer"
     channels = layer.out_channels if isinstance(layer, _ConvNd) else layer.out_features
     if channels != norm.num_features:
         return f"it has {norm.num_features} channels, the layer in front of it {channels}"

@@ -275,5 +275,7 @@ def batch_norm(
     )
     output: Tensor = _batch_norm(input, weight, bias, residual, options, needs_grad=saves)
     if not needs_operators():  # which count the changes by themselves
-        torch.autograd.graph.increment_version([t for t in (running.mean, running.var) if t is not None])
+        for buffer in (running.mean, running.var):
+            if buffer is not None:
+                torch.autograd.graph.increment_version(buffer)
     return output
