@@ -10,7 +10,9 @@ def main() -> None:
     heard = signal.getsignal(signal.SIGINT)
     if heard is signal.default_int_handler:  # in the background of a shell it is ignored, and stays so
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from normmatters.cli import main as run
-
+    try:
+        from normmatters.cli import main as run
+    except ValueError as error:  # a setting of the environment that the package refuses
+        raise SystemExit(f"Error: {error}") from None
     signal.signal(signal.SIGINT, heard)
     run()

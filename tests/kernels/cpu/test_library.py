@@ -55,6 +55,8 @@ def test_an_instruction_set_can_be_forced() -> None:
     assert "native CPU kernels, which is slower" not in off
     expected = "ValueError: NORMMATTERS_CPU_ISA must be one of baseline, avx2, avx512 or off, got 'sse'"
     assert expected in _in_process(WARN, fails=True, NORMMATTERS_CPU_ISA="sse")
+    said = _in_process("from normmatters_command import main; main()", fails=True, NORMMATTERS_CPU_ISA="sse")
+    assert said.strip() == expected.replace("ValueError", "Error")
 
 
 def test_a_missing_library_is_reported_once(tmp_path) -> None:
