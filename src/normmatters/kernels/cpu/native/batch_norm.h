@@ -75,6 +75,8 @@ struct BatchNorm {
   int64_t parts = 1, cuts = 1;                // tasks per channel, and segments per plane, of the planes layout
   int64_t block;                              // rows that one register sum runs over
   int64_t planes_saved;                       // numbers of bits per pack
+  const bool distant;                         // rows: the input does not fit into the second-level caches
+  int64_t later_plane = 0;                    // planes: how far away the one is that is loaded meanwhile; 0 for none
   C* mean;
   C* rest;
   C* inverse;
@@ -87,7 +89,8 @@ struct BatchNorm {
   explicit BatchNorm(const BatchNormArgs& args)
       : a(args), rows(args.pixels == 1), n(args.n), channels(args.channels), pixels(args.pixels),
         count(args.n * args.pixels), packs(divide_up(rows ? args.channels : args.pixels, kPack)),
-        planes_saved(args.mask + args.code) {
+        planes_saved(args.mask + args.code),
+        distant(args.n * args.pixels * args.channels * int64_t(sizeof(T)) >= 4 << 20) {
     mean = static_cast<C*>(a.statistics);
     rest = mean + channels;
     inverse = rest + channels;
@@ -103,6 +106,9 @@ struct BatchNorm {
       column_parts = std::clamp<int64_t>(divide_up(wanted, row_parts), 1, packs);
     } else {
       block = 0;
+      // Of long planes the processor foresees the rest; short ones are over before anything comes.
+      const int64_t bytes = pixels * int64_t(sizeof(T));
+      if (bytes >= 512 && bytes <= 4096) later_plane = std::max<int64_t>(1, 3072 / bytes) * channels * pixels;
       if (channels < wanted * 4 && channels % wanted != 0) parts = divide_up(wanted * 4, channels);
       cuts = std::clamp<int64_t>(divide_up(parts, n), 1, divide_up(pixels, 1024));
       parts = std::min(parts, n * cuts);
@@ -180,6 +186,22 @@ struct BatchNorm {
     return a.bits + ((image * channels + c) * packs + pixel / kPack) * planes_saved;
   }
   int16_t* row_bits_at(int64_t r, int64_t column) const { return a.bits + (r * packs + column / kPack) * planes_saved; }
+
+  // Start to load the same columns of the next block of rows: the processor foresees no steps of a row's length. What is
+  // small enough lies in the second-level caches anyway.
+  template <int kPacks>
+  NM_INLINE void load_soon(const void* tensor, int64_t at) const {
+    if (!distant) return;
+    const char* from = static_cast<const char*>(tensor) + at * int64_t(sizeof(T));
+    for (int i = 0; i < kPacks * kPack * int(sizeof(T)); i += 64) __builtin_prefetch(from + i);
+  }
+
+  // The same for the plane of a later image.
+  NM_INLINE void load_plane_soon(const void* tensor, int64_t at) const {
+    if (!later_plane) return;
+    const char* from = static_cast<const char*>(tensor) + (at + later_plane) * int64_t(sizeof(T));
+    for (int64_t i = 0; i < pixels * int64_t(sizeof(T)); i += 64) __builtin_prefetch(from + i);
+  }
 
   // ---- sums of tasks ----
 
@@ -274,6 +296,7 @@ struct BatchNorm {
     int64_t since = 0;
     each_segment(c, begin, end, [&](int64_t at, int64_t image, int64_t pixel, int64_t length) {
       const T* from = x() + at;
+      load_plane_soon(x(), at);
       if (has_groups()) {
         const int64_t segment = image * cuts + (pixel ? cut_of(pixel) : 0);
         for (int64_t piece = 0; piece * kPiece < length; ++piece) {
@@ -346,6 +369,7 @@ struct BatchNorm {
         if (kGroups) most[u] = splat_pack<C>(-C(INFINITY)), least[u] = splat_pack<C>(C(INFINITY));
       }
       for (int64_t r = r0; r < r1; ++r) {
+        load_soon<U.value>(x(), (r + block) * channels + column);
 #pragma GCC unroll 4
         for (int u = 0; u < U.value; ++u) {
           const P value = load_pack(x() + r * channels + column + u * kPack, part);
@@ -440,6 +464,7 @@ struct BatchNorm {
           sum[u] = P{};
         }
         for (int64_t r = r0; r < r1; ++r) {
+          load_soon<U.value>(x(), (r - block) * channels + column);
 #pragma GCC unroll 4
           for (int u = 0; u < U.value; ++u) {
             const P value = load_pack(x() + r * channels + column + u * kPack, part);
@@ -621,6 +646,7 @@ struct BatchNorm {
         each_segment(c, begin, end, [&](int64_t at, int64_t image, int64_t pixel, int64_t length) {
           const T* from = x() + at;
           const T* added = residual.value ? static_cast<const T*>(a.residual) + at : from;
+          if (residual.value) load_plane_soon(a.residual, at);
           T* to = static_cast<T*>(a.y) + at;
           int16_t* bits = planes_saved ? bits_at(image, c, pixel) : nullptr;
           sweep<C>(length, [&](int64_t i, auto, auto part) __attribute__((always_inline)) {
@@ -644,6 +670,8 @@ struct BatchNorm {
         to_xhat[u] = load_pack(inverse + column + u * kPack, part);
       }
       for (int64_t r = r0; r < r1; ++r) {
+        load_soon<U.value>(x(), (r + block) * channels + column);
+        if (kResidual) load_soon<U.value>(a.residual, (r + block) * channels + column);
 #pragma GCC unroll 4
         for (int u = 0; u < U.value; ++u) {
           const int64_t at = r * channels + column + u * kPack;
@@ -917,6 +945,8 @@ struct BatchNorm {
     };
     each_segment(c, begin, end, [&](int64_t at, int64_t image, int64_t pixel, int64_t length) {
       const int16_t* bits = planes_saved ? bits_at(image, c, pixel) : nullptr;
+      load_plane_soon(a.g, at);
+      if (a.x) load_plane_soon(a.x, at);
       for (int64_t done = 0; done < length; done += 4096) {
         const int64_t here = std::min<int64_t>(4096, length - done);
         if (since + here > 4096) flush_all();
@@ -957,6 +987,8 @@ struct BatchNorm {
         with[u].high = load_pack(sum_high.data() + column + u * kPack);
       }
       for (int64_t r = r0; r < r1; ++r) {
+        load_soon<U.value>(a.g, (r + block) * channels + column);
+        if (a.x) load_soon<U.value>(a.x, (r + block) * channels + column);
 #pragma GCC unroll 4
         for (int u = 0; u < U.value; ++u) {
           const int16_t* bits = planes_saved ? row_bits_at(r, column + u * kPack) : nullptr;
@@ -981,6 +1013,8 @@ struct BatchNorm {
         with[u].high = load_pack(high.data() + column + u * kPack);
       }
       for (int64_t r = r0; r < r1; ++r) {
+        load_soon<U.value>(a.g, (r - block) * channels + column);
+        if (a.x) load_soon<U.value>(a.x, (r - block) * channels + column);
 #pragma GCC unroll 4
         for (int u = 0; u < U.value; ++u) {
           const int16_t* bits = planes_saved ? row_bits_at(r, column + u * kPack) : nullptr;
