@@ -621,12 +621,13 @@ struct BatchNorm {
 
   // x̂ as the four bits of q + 8, q = ⌊x̂/step⌋ held within −8..7: the highest bit is the sign.
   static NM_INLINE void encode(const P& xhat, int16_t* bits) {
-    P q = fma(xhat, splat_pack<C>(C(1 / kCodeStep)), splat_pack<C>(C(8)));
-    for (int bit = 3; bit >= 0; --bit) {
-      const P half = splat_pack<C>(C(1 << bit));
-      const uint16_t set = bits_at_least(q, half);
+    const P q = fma(xhat, splat_pack<C>(C(1 / kCodeStep)), splat_pack<C>(C(8)));
+    Bits<C> whole[P::kVectors];  // NaN counts as the least
+    NM_EACH(j) whole[j] = __builtin_convertvector(min<C>(max<C>(q.v[j], Vec<C>{}), splat<C>(C(15))), Bits<C>);
+    for (int bit = 0; bit < 4; ++bit) {
+      uint32_t set = 0;
+      NM_EACH(j) set |= vector_bits<C>(whole[j] << (8 * int(sizeof(C)) - 1 - bit)) << (j * kWidth<C>);
       bits[bit] = int16_t(set);
-      q = choose(set, q - half, q);
     }
   }
   static NM_INLINE P decode(const int16_t* bits) {

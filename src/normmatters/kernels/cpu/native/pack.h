@@ -127,6 +127,7 @@ NM_INLINE Pack<C> where_at_least(const Pack<C>& a, const Pack<C>& b, const Pack<
 
 // ---- bits: one per element of a pack --------------------------------------------------------------------------------
 
+// The sign bits of a vector of integers.
 template <class C>
 NM_INLINE uint32_t vector_bits(Bits<C> mask) {
 #if defined(__AVX512F__)
@@ -135,9 +136,12 @@ NM_INLINE uint32_t vector_bits(Bits<C> mask) {
 #elif defined(__AVX2__)
   if constexpr (sizeof(C) == 4) return uint32_t(_mm256_movemask_ps((__m256)mask));
   else return uint32_t(_mm256_movemask_pd((__m256d)mask));
+#elif defined(__x86_64__)
+  if constexpr (sizeof(C) == 4) return uint32_t(_mm_movemask_ps((__m128)mask));
+  else return uint32_t(_mm_movemask_pd((__m128d)mask));
 #else
   uint32_t bits = 0;
-  for (int i = 0; i < kWidth<C>; ++i) bits |= uint32_t(mask[i] & 1) << i;
+  for (int i = 0; i < kWidth<C>; ++i) bits |= uint32_t(mask[i] < 0) << i;
   return bits;
 #endif
 }
