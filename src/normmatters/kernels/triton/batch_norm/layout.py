@@ -216,7 +216,7 @@ def channel_blocks(view: View) -> tuple[int, int, int]:
 
 def empty(x: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """An uninitialized tensor on the device of ``x``."""
-    return torch.empty(shape, dtype=dtype, device=x.device)
+    return torch.empty(*shape, dtype=dtype, device=x.device)  # a tuple would take half as long again
 
 
 #: The dtypes of weight and bias: a plan is for one set of dtypes, as its compiled kernels are.
