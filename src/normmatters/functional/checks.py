@@ -37,7 +37,7 @@ def check_batch_norm(
     ):  # fmt: skip
         if parameter is None:
             continue
-        if parameter.dim() != 1 or parameter.shape[0] != channels:
+        if parameter.shape != (channels,):
             raise ValueError(
                 f"{name} must have shape ({channels},), one value for each channel of an input of shape "
                 f"{_shape(input)}, got {_shape(parameter)}"
