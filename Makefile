@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 NATIVE := CMakeLists.txt $(wildcard src/normmatters/kernels/cpu/native/*)  # built again when they change
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
 
-.PHONY: test lint install wheel-check mutation native sanitize bench demo report docs docs-images clean
+.PHONY: test test-torch lint install wheel-check mutation native sanitize bench demo report docs docs-images clean
 
 install: $(VENV)/.installed
 
@@ -27,6 +27,15 @@ lint: install
 test: lint
 	COVERAGE_CORE=$$($(BIN)/python -c "import sys; print('sysmon' if sys.version_info >= (3, 12) else 'ctrace')") \
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu" --cov --cov-report=term:skip-covered
+
+# What depends on torch's compiler, with another torch: by default the oldest that is supported. Downloads gigabytes.
+TORCH ?= 2.11.0
+test-torch:
+	mkdir -p build
+	test -x .venv-$(TORCH)/bin/python || $(PYTHON) -m venv .venv-$(TORCH)
+	(grep -v ^torch== constraints.txt; echo torch==$(TORCH)) > build/constraints-$(TORCH).txt
+	.venv-$(TORCH)/bin/python -m pip --disable-pip-version-check -q install -c build/constraints-$(TORCH).txt -C wheel.cmake=false -e ".[lab,dev]"
+	.venv-$(TORCH)/bin/python -m pytest -n 2 --dist worksteal -m "not gpu" tests/surgery tests/nn tests/workflows tests/kernels/triton/batch_norm
 
 # The built wheel, installed away from this folder, works: without kernels, and with them on each instruction set.
 wheel-check: install
@@ -90,4 +99,4 @@ $(VENV)/.installed-docs: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-* site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

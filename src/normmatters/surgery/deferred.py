@@ -153,7 +153,7 @@ class Fusion:
         if isinstance(owner, nn.Module):
             cls = type(owner)
             # As Python and nn.Module look it up, but at once: that takes nn.Module several times as long.
-            if cls.__getattribute__ is _GETATTRIBUTE and cls.__getattr__ is _GETATTR and not hasattr(cls, name):
+            if _has_usual_lookup(cls) and not hasattr(cls, name):
                 attributes = owner.__dict__
                 if name in attributes:
                     if type(attributes[name]) in _SCALARS:
@@ -236,7 +236,8 @@ class Fusion:
         link = None
         for block, following in zip(blocks, [*blocks[1:], None]):
             fused = _links(block)
-            wanted = fused and hasattr(type(following), "fusion_takes_link")
+            # Asked of None, torch 2.11's compiler would give up the graph.
+            wanted = fused and following is not None and hasattr(type(following), "fusion_takes_link")
             if link is not None or wanted:
                 x = self.force(x)
                 x = x if self.link is None else self._through_link(x)
@@ -325,6 +326,15 @@ def is_plain(module: nn.Module) -> bool:
         or type(module).__call__ is not nn.Module.__call__
         or _has_any_global_hook()
     )
+
+
+def _has_usual_lookup(cls: type[nn.Module]) -> bool:
+    """Whether attributes of the class's modules are found as those of any module."""
+    return cls.__getattribute__ is _GETATTRIBUTE and cls.__getattr__ is _GETATTR
+
+
+# To the compiler of torch 2.11, a method of `object` is never the same one.
+_has_usual_lookup._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def is_relu_function(f: Any) -> bool:
