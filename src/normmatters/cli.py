@@ -378,7 +378,8 @@ def bench(
         bool, typer.Option("--smoke", metavar="", help="Small shapes, a few seconds, any machine.")
     ] = False,
     only: Annotated[
-        list[str] | None, typer.Option(metavar="WORD", help="Rows with this word, such as fp16 or l1. May be repeated.")
+        list[str] | None,
+        typer.Option(metavar="WORD", help="Rows with this word, such as fp16 or l1; several as fp16,l1."),
     ] = None,
     device: Annotated[
         str | None, typer.Option(help="cpu, cuda or cuda:1.", show_default="a GPU where there is one")

@@ -209,6 +209,13 @@ def test_selection_means_any_word_of_an_axis_and_all_axes() -> None:
         harness.Selection.of(["fp15"], [axes])
 
 
+def test_words_may_come_with_commas():
+    of = harness.Selection.of
+    assert of(["fp16,cl relu"], [layers.AXES]) == of(["fp16", "cl", "relu"], [layers.AXES])
+    with pytest.raises(ValueError, match="no row is called 'fp17'"):
+        of(["fp16,fp17"], [layers.AXES])
+
+
 def test_default_rows_are_fp16_channels_last_and_a_sample_of_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness.Setup, "free", lambda self: None)  # nothing is measured, and it takes minutes
     native = [

@@ -26,14 +26,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that has no ÷ is no reason to lose the times
         sys.stdout.reconfigure(errors="replace")
-    words = [word for word in chosen.only.replace(",", " ").split() if word]
     try:
         return bench.run(
             chosen.names,
             smoke=chosen.smoke,
             device=chosen.device,
             out=chosen.out,
-            only=words,
+            only=[chosen.only] if chosen.only else [],
             jobs=chosen.jobs,
             share=chosen.share,
         )

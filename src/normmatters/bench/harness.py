@@ -56,8 +56,8 @@ class Selection:
 
     @classmethod
     def of(cls, only: Iterable[str], known: Iterable[Axes]) -> Selection:
-        """Check the words against the axes of the benchmarks that will run."""
-        words = frozenset(only)
+        """Check the words, or lists of words with commas, against the axes of the benchmarks that will run."""
+        words = frozenset(word for text in only for word in text.replace(",", " ").split())
         values = sorted({value for axes in known for values in axes.values() for value in values} | {"all"})
         unknown = sorted(words - set(values))
         if unknown:
