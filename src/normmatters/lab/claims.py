@@ -16,16 +16,17 @@ differences are taken seed by seed where both cells have the same seeds (see ``r
              the same weight decay, whichever is less. A spread is a standard deviation, of the logarithm where the
              metric's axis is logarithmic. Holds if the interval of the ratio is at most 1/2, fails if it is above
 ``sooner``   the same with the epochs that b and a need to reach the error ``target``, or with the metric "loss" that
-             training loss: holds if the interval of b's over a's is at least ``margin``, fails if it is below
-``diverges`` holds if a's loss is not finite in any seed, or if a ends at least ``margin`` points below b with e
-             counted; fails if it ends less than that below b with e counted
+             training loss, interpolated between epochs in the logarithm: holds if the interval of b's over a's is at
+             least ``margin``, fails if it is below
+``diverges`` holds if a's loss is not finite in every seed, or if a ends at least ``margin`` points below b with e
+             counted; fails if it ends less than that below b with e counted. Open if only some seeds are not finite
 ``cheaper``  a's epochs take less time, or its peak less memory, than b's. Judged on runs that had a GPU to themselves,
              all of one kind. Time holds if the middle half of a's epochs is below the middle half of b's
 
 With fewer than three seeds of either cell there is no interval, and a claim stays open unless the effect is beyond any
 doubt: the loss is not finite in every seed, or the closest seeds of the two cells are further beyond the border (0, or
-the margin) than ten standard errors of a validation set of that size. Of BLEU, perplexity and ratios nothing is
-beyond any doubt.
+the margin) than ten standard errors of a validation set of that size, or the claim is about cost (``cheaper``), whose
+rule is about the epochs of one run. Of BLEU, perplexity and ratios nothing is beyond any doubt.
 
 Margins are those of the first edition. The intervals came after the runs, and were not chosen by their outcome.
 """

@@ -45,7 +45,7 @@ class Verdict:
     @property
     def caveats(self) -> str:
         """What a reader of the verdict must know; empty where there is nothing."""
-        older = f"Runs of before: {self.deviations}." if self.deviations else ""
+        older = f"Older runs: {self.deviations}." if self.deviations else ""
         return " ".join(text for text in (older, self.claim.caveats) if text)
 
     @property
@@ -217,8 +217,8 @@ def _sooner(claim: Claim, a: Result, b: Result) -> Outcome:
         never = not reached[0] and len(reached[1]) == len(first[1])
         enough = min(len(epochs) for epochs in first) >= SEEDS_NEEDED
         return ("fails" if never and enough else "open"), f"{measured}, reached in {len(reached[0])} of {len(first[0])}"
-    # A run of b that did not come there needs at least one epoch more than it had: enough to hold, not to fail.
-    late = {run.seed: first[1][run.seed] or len(run.metrics) + 1 for run in b.done}
+    # A run of b that did not come there needs more epochs than it had: enough to hold, not to fail.
+    late = {run.seed: first[1][run.seed] or len(run.metrics) for run in b.done}
     early = {seed: max(epoch or 1, 1) for seed, epoch in first[0].items()}
     ratios = difference(_logarithms(late), _logarithms(early))
     verdict = compare_ratio(ratios, claim.margin, above=True)
@@ -233,8 +233,22 @@ def _logarithms(values: Mapping[int, float]) -> dict[int, float]:
 
 
 def _first_epoch(run: Run, metric: Metric, target: float) -> float | None:
-    epochs = [row["epoch"] for row in run.metrics if (value := metric.of(row)) is not None and value <= target]
-    return float(epochs[0]) if epochs else None
+    """When the metric first reached the target, interpolated between two epochs in its logarithm; None if it never did.
+
+    Whole epochs would round alike in every seed, and equal seeds have an interval of width 0.
+    """
+    before: tuple[float, float] | None = None
+    for row in run.metrics:
+        if (value := metric.of(row)) is None:
+            continue
+        epoch, log = float(row["epoch"]), math.log(max(value, 1e-12))
+        if value <= target:
+            if before is None:
+                return epoch
+            part = (before[1] - math.log(max(target, 1e-12))) / (before[1] - log)
+            return before[0] + part * (epoch - before[0])
+        before = epoch, log
+    return None
 
 
 def _follows(claim: Claim, a: Result, b: Result, c: Result) -> Outcome:
