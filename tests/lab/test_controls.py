@@ -16,6 +16,7 @@ from normmatters.lab.data import load_data
 from normmatters.lab.models import build_model
 from normmatters.lab.regimes import Regime, build_regime, find_invariant
 from normmatters.lab.run import train
+from normmatters.optim.corrected_decay import CorrectedWeightDecay
 from support.lab_runs import rows, small_run
 
 
@@ -98,11 +99,22 @@ def test_a_learning_rate_of_its_own_for_weights_before_a_norm() -> None:
 
 
 def test_decay_that_follows_the_learning_rate() -> None:
-    regime = regime_of(optim={"mode": "wd_follows_lr", "weight_decay": 5e-3})
+    """The library's own optimizer: an invariant weight shrinks by lr · λ · lr/lr_max, the classifier by lr · its λ."""
+    regime = regime_of(optim={"mode": "wd_follows_lr", "weight_decay": 5e-3, "momentum": 0.0})
+    assert isinstance(regime.optimizer, CorrectedWeightDecay)
+    groups = {name: group_of(regime, name) for name in ("features.0.weight", "classifier.weight")}
     for step, factor in ((0, 1.0), (12, 0.1)):
         regime.before_step(step)
-        assert group_of(regime, "features.0.weight")["weight_decay"] == pytest.approx(5e-3 * factor)
-        assert group_of(regime, "classifier.weight")["weight_decay"] == 5e-4
+        for name, decay in (("features.0.weight", 5e-3 * factor), ("classifier.weight", 5e-4)):
+            group = groups[name]
+            assert group["lr"] == pytest.approx(0.1 * factor)
+            weight = group["params"][group["param_names"].index(name)]
+            before = weight.detach().double().norm()
+            weight.grad = torch.zeros_like(weight)
+            regime.optimizer.step()
+            weight.grad = None
+            shrunk = 1 - (weight.detach().double().norm() / before).item()
+            assert shrunk == pytest.approx(0.1 * factor * decay, abs=2**-24)  # float32 rounds each weight by that
 
 
 @pytest.mark.parametrize("power", [0.5, 1.0])

@@ -27,6 +27,7 @@ from support.lab_runs import rows, small_run
 MODES: dict[str, dict[str, Any]] = {
     "step": {"runtime": {"record": "step"}},
     "wd_free": {"optim": {"mode": "wd_free"}},
+    "wd_follows_lr": {"optim": {"mode": "wd_follows_lr"}},
     "corrected": {"optim": {"mode": "corrected", "reference": "wd_on"}},
     "norm_schedule": {"optim": {"mode": "norm_schedule", "reference": "wd_on"}},
     "norms_of_the_lr": {"optim": {"mode": "norm_schedule"}},

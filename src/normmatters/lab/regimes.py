@@ -23,6 +23,7 @@ from normmatters.lab.config import TEXT, OptimConfig, RunConfig
 from normmatters.optim.angular import Angular
 from normmatters.optim.angular_sgd import AngularSGD
 from normmatters.optim.channels import channel_norms
+from normmatters.optim.corrected_decay import CorrectedWeightDecay
 from normmatters.optim.correction import StepSizeCorrection
 from normmatters.optim.invariance import Invariance, ScaleInvariantParameters, scale_invariant_parameters
 from normmatters.optim.norm_schedule import NormSchedule
@@ -109,8 +110,6 @@ class Regime:
             return
         for group in self.optimizer.param_groups:
             lr = group.get("first_lr", self.config.lr) * factor ** group.get("lr_power", 1)
-            if group.get("follows_lr"):
-                group["weight_decay"] = self.config.weight_decay * factor
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(lr)  # a captured graph reads it from there
             else:
@@ -215,7 +214,7 @@ def build_regime(
     # Only torch's fused SGD and Adam look at fp16's overflow themselves; for the others the scaler asks on the host.
     own = optim.mode in ("wd_on", "wd_off", "norm_schedule")
     capture = capture and (own or config.precision.amp != "fp16") and config.runtime.record != "step"
-    capture = capture and optim.angle is None and optim.mode != "wd_follows_lr"  # a graph would keep the first decay
+    capture = capture and optim.angle is None and optim.mode != "wd_follows_lr"  # these read numbers on the host
     groups = _groups(config, model, invariant)
     optimizer = _optimizer(optim, groups, device, capture)
     norm_schedule = None
@@ -223,6 +222,8 @@ def build_regime(
     if optim.mode == "corrected":
         assert recording is not None
         optimizer = StepSizeCorrection(optimizer, recording, invariant, form=form)
+    elif optim.mode == "wd_follows_lr":
+        optimizer = CorrectedWeightDecay(optimizer)
     elif optim.mode == "norm_schedule":
         source = recording or (lambda shadow: LambdaLR(shadow, lambda s: lr_factor(optim, s, steps_per_epoch)))
         norm_schedule = NormSchedule(optimizer, source, invariant, form=form)
@@ -296,12 +297,14 @@ def _groups(config: RunConfig, model: nn.Module, invariant: ScaleInvariantParame
         group: dict[str, Any] = {"params": members, "weight_decay": decay_of[part]}
         if optim.mode == "wd_free":
             group["weight_decay_free"] = part == "invariant"
+        elif optim.mode == "wd_follows_lr":
+            group["corrected"] = part == "invariant"
+            group["max_lr"] = optim.lr
         elif optim.mode == "angular":
             group["angular"] = part == "invariant"
             if group["angular"]:  # the angle goes as the root of its group's learning rate
                 group["lr_power"] = 2 * optim.angle_power
         if part == "invariant":
-            group["follows_lr"] = optim.mode == "wd_follows_lr"
             if optim.invariant_lr is not None:
                 group["first_lr"] = optim.invariant_lr
         groups.append(group)
