@@ -60,6 +60,27 @@ class NormFactory:
         """Whether activations leave the norm at unit scale whatever the weights' scale is."""
         return self.name not in ("mean_only", "none")
 
+    @property
+    def gain(self) -> float:
+        """Of the initial weights where no norm restores the scale: it undoes what the activation and the mean-only norm
+        leave of the variance, ½(1 − 1/π) for a ReLU (F15)."""
+        if self.config.activation == "trelu":
+            return 1.0
+        return math.sqrt(2) if self.name == "none" else 1 / TReLU.STD
+
+    @property
+    def initial_weights(self) -> str:
+        """How the network begins, in words: that depends on the norm, and no setting says it. Empty if it does not."""
+        network = self.config.name
+        if network == "lstm":
+            return ""
+        if network.startswith("transformer"):
+            return "Xavier's" + ", branches ÷ √(their number)" * (self.config.layer_norm == "none")
+        if self.rescales:
+            return "He's, by fan-out"
+        branches = ", branches ÷ √(their number)" * network.startswith("resnet")
+        return f"by fan-in × {self.gain:.3g}{branches}"
+
     def batch_norm(self, channels: int, *, act: bool = False) -> NormAct:
         """Over (N, C, H, W); with ``act`` followed by the activation (after the residual)."""
         name, c = self.name, self.config

@@ -17,6 +17,7 @@ import pytest
 from normmatters.lab import config
 from normmatters.lab.cells import PRESETS, load_cell
 from normmatters.lab.claims import CLAIMS, Claim, Rule
+from normmatters.lab.norms import NormFactory
 from normmatters.lab.report import collect, judge_all, write_report
 from normmatters.lab.report.intervals import Interval, difference, t_quantile
 from normmatters.lab.report.judge import BEYOND_DOUBT, compare, compare_ratio, judge
@@ -198,6 +199,9 @@ def test_a_claim_compares_cells_with_one_difference_or_says_what_else_differs(cl
     for other in filter(None, (claim.b, claim.c)):
         pair = [load_cell(cell).config() for cell in (claim.a, other)]
         keys = {text.partition(":")[0] for text in config.differences(*pair)} - {"experiment", "cell"}
+        if len({NormFactory(run.model).initial_weights for run in pair}) > 1:
+            keys.add("initial weights")  # they follow from the norm, and are a difference all the same
+            assert "initial weights" in claim.also, claim.text
         if "optim.last_layer_weight_decay" in keys and len({_classifier_decay(run) for run in pair}) == 1:
             keys.remove("optim.last_layer_weight_decay")
         one = len(keys) == 1 or any(keys <= group for group in TOGETHER)

@@ -41,7 +41,7 @@ def test_what_differs_from_the_paper_is_said(tmp_path: Path) -> None:
     assert ("data", "scikit-learn digits (8×8 grey images)", "CIFAR-10") in quick
     assert {what for what, _, _ in quick} >= {"data", "network", "epochs"}
     departs = [(text, "", "") for text in load_cell("fig1/wd_on").paper.departs]
-    assert len(departs) == 2
+    assert len(departs) == 4
     cifar = differences(collect([tmp_path / "cifar"]).results.values())
     assert cifar == [("precision", "bf16 autocast", "fp32"), *departs]
     write_run(tmp_path / "full", "fig1/wd_on", preset="full")
@@ -64,8 +64,28 @@ def test_the_bodys_own_choices_are_differences_from_the_paper_too(tmp_path: Path
     found = collect([tmp_path]).results
     wn = differences([found["table1/resnet56_wn"]])
     assert ("warmup steps", "390", "0") in wn
-    assert ("residual branches start at 1/√(number of blocks)", "", "") in wn
+    assert ("initial weights", "by fan-in × 1.71, branches ÷ √(their number)", "He's, by fan-out") in wn
     assert ("attention", "scaled", "additive (Bahdanau)") in differences([found["supp2/soft_ln"]])
+
+
+@pytest.mark.parametrize(
+    ("cell", "said"),
+    [
+        ("s1/bn", {("network", "ResNet-20", "ResNet-56"), ("weight decay", "0.001", "0.0001")}),
+        ("s1/bwn_both", {("weight decay", "0.001", "0"), ("weight decay of classifier", "0.001", "0.0001")}),
+        ("s3/bn_wd_on", {("network", "VGG11 (width 0.25)", "VGG11"), ("weight decay", "0.001", "0.0005")}),
+        ("s4/free_c_1", {("network", "ResNet-20", "ResNet-56"), ("weight decay", "0.001", "0.0001")}),
+        ("s5/bwn_slow", {("learning rate", "0.03, ÷10 at 4, 8, 12", "0.1, ÷10 at 20, 40, 60")}),
+        ("s5/bwn_slow", {("initial weights", "by fan-in × 1.71", "He's, by fan-out"), ("warmup steps", "390", "0")}),
+        ("s7/angle_10", {("network", "VGG11 (width 0.25)", "VGG11"), ("weight decay", "0.0025", "0.0005")}),
+    ],
+)
+def test_our_own_cells_differ_from_the_paper_and_not_from_their_file(
+    tmp_path: Path, cell: str, said: set[tuple[str, str, str]]
+) -> None:
+    """The paper has no learning rate of 0.03 with drops at 20, 40 and 60."""
+    write_run(tmp_path, cell, preset="small")
+    assert set(differences(collect([tmp_path]).results.values())) >= said
 
 
 def test_a_setting_of_the_users_is_not_called_the_papers(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from normmatters.lab.norms import NormFactory
-from normmatters.nn.activations import TReLU
 
 
 def conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Conv2d:
@@ -59,8 +58,8 @@ def draw_from(model: nn.Module, generator: torch.Generator | None) -> None:
 def init_weights(model: nn.Module, norm: NormFactory) -> None:
     """He-normal convolutions, and a classifier that starts near zero, so that the first loss is log(classes).
 
-    Where no norm restores the scale, the weights keep it: by fan-in, and with the gain that undoes what the
-    activation and the mean-only norm leave of the variance, ½(1 − 1/π) for a ReLU (F15).
+    Where no norm restores the scale, the weights keep it: by fan-in, with ``norm.gain``. ``norm.initial_weights`` says
+    it in words, for the report.
     """
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
@@ -69,9 +68,7 @@ def init_weights(model: nn.Module, norm: NormFactory) -> None:
                 with torch.no_grad():
                     module.weight.mul_(norm.config.init_scale)  # a norm follows each of these
             else:
-                gain_of_relu = math.sqrt(2) if norm.name == "none" else 1 / TReLU.STD
-                gain = 1.0 if norm.config.activation == "trelu" else gain_of_relu
-                nn.init.normal_(module.weight, std=gain / math.sqrt(module.weight[0].numel()))
+                nn.init.normal_(module.weight, std=norm.gain / math.sqrt(module.weight[0].numel()))
         elif isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=0.01)
             nn.init.zeros_(module.bias)

@@ -15,6 +15,7 @@ from normmatters.lab import config as _config
 from normmatters.lab.cells import PRESETS, Cell, Paper, experiment_names, load_cell, load_cells
 from normmatters.lab.claims import CLAIMS
 from normmatters.lab.config import RunConfig
+from normmatters.lab.norms import NormFactory
 from normmatters.lab.recorded_runs import METRICS, PUBLISHED, ForeignConfig, Run, own_images, read_run
 
 
@@ -90,7 +91,10 @@ class Result:
         if self.cell.of_user:
             return []
         source = load_cell(self.cell.source)
-        paper = _words(_config.merge(_config.to_dict(source.config("full")), dict(source.paper.regime)))
+        regime = _config.merge(_config.to_dict(source.config("full")), dict(source.paper.regime))
+        # The paper does not say that its networks without batch or layer norm begin in another way.
+        with_norm = _config.merge(regime, {"model": {"norm": "l2", "layer_norm": "l2", "weight_norm": "none"}})
+        paper = _words(regime) | _initial_weights(with_norm)
         here = _words(_config.to_dict(self.config))
         differing = [(key, value, paper[key]) for key, value in here.items() if value != paper.get(key, value)]
         return differing + [(text, "", "") for text in source.paper.departs]
@@ -275,7 +279,13 @@ def differences(results: Iterable[Result]) -> list[tuple[str, str, str]]:
 
 
 def _words(config: dict[str, Any]) -> dict[str, str]:
-    return {**describe(config), **_others(config)}
+    return {**describe(config), **_others(config), **_initial_weights(config)}
+
+
+def _initial_weights(config: dict[str, Any]) -> dict[str, str]:
+    """How the network begins. It follows from the settings, and from nothing that a reader would look at."""
+    words = NormFactory(_config.ModelConfig(**config["model"])).initial_weights
+    return {"initial weights": words} if words else {}
 
 
 # Settings that ``describe`` covers, that say where data lie, or that change no number.
