@@ -34,6 +34,7 @@ Margins are those of the first edition. The intervals came after the runs, and w
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -109,10 +110,27 @@ class Claim:
         }[self.rule]
 
 
-def _load() -> tuple[Claim, ...]:
+@dataclass(frozen=True)
+class BenchmarkClaim:
+    """A claim about the rows ``where`` of ``results/bench/BENCH.json``: if the variant a becomes b, at least this share
+    of ``field`` goes. These are medians of one benchmark: there are no seeds, and no interval."""
+
+    check: str
+    text: str
+    bench: str
+    where: Mapping[str, str]
+    a: str
+    b: str
+    field: str
+    share: float
+    note: str = ""
+
+
+def _load() -> tuple[tuple[Claim, ...], tuple[BenchmarkClaim, ...]]:
     path = folder() / "claims.toml"
-    rows = tomllib.loads(path.read_text(encoding="utf-8"))["claims"]
-    return tuple(build(Claim, row, "claims.", str(path)) for row in rows)
+    tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    claims = tuple(build(Claim, row, "claims.", str(path)) for row in tables["claims"])
+    return claims, tuple(build(BenchmarkClaim, row, "benchmarks.", str(path)) for row in tables["benchmarks"])
 
 
-CLAIMS = _load()
+CLAIMS, BENCHMARKS = _load()

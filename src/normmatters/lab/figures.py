@@ -1,4 +1,7 @@
-"""The figures and tables of the paper, and those that we add: ``experiments/figures.toml`` as values."""
+"""The figures and tables of the paper, and those that we add: ``experiments/figures.toml`` as values.
+
+``[[experiment]]`` and ``[[picture]]`` are drawn; ``[[table]]`` are the tables in docs/results.md that have no verdicts.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,39 @@ class Experiment:
         return {name: slot for panel in self.panels for name, slot in panel.slots.items()}
 
 
-def _load() -> tuple[tuple[Experiment, ...], tuple[tuple[str, Panel], ...]]:
+@dataclass(frozen=True)
+class Row:
+    """One row of a table: the mean of a metric over the seeds of each cell, with ``each`` the single seeds too.
+
+    With ``target`` it is the epoch at which each seed reached that value. ``cells`` are the row's own, if it has any.
+    """
+
+    label: str
+    metric: str = "accuracy"
+    digits: int | None = None
+    each: bool = False
+    target: float | None = None
+    cells: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells of one preset by column. ``corner`` heads the labels of the rows."""
+
+    name: str
+    preset: str
+    columns: tuple[str, ...]
+    rows: tuple[Row, ...]
+    corner: str = ""
+    cells: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for row in self.rows:
+            if len(row.cells or self.cells) != len(self.columns):
+                raise ValueError(f"table {self.name}, {row.label}: expected a cell for each of {self.columns}")
+
+
+def _load() -> tuple[tuple[Experiment, ...], tuple[tuple[str, Panel], ...], dict[str, Table]]:
     path = folder() / "figures.toml"
     tables = tomllib.loads(path.read_text(encoding="utf-8"))
 
@@ -77,8 +112,13 @@ def _load() -> tuple[tuple[Experiment, ...], tuple[tuple[str, Panel], ...]]:
         panels = tuple(panel(name, one) for one in table.get("panels", []))
         table |= {"panels": panels, "rows": names(name, table.get("rows", []))}
         experiments.append(build(Experiment, table, "experiment.", str(path)))
-    return tuple(experiments), tuple((name := one.pop("experiment"), panel(name, one)) for one in tables["picture"])
+    picture = tuple((name := one.pop("experiment"), panel(name, one)) for one in tables["picture"])
+    built = []
+    for table in tables["table"]:
+        rows = tuple(build(Row, row, "rows.", str(path)) for row in table["rows"])
+        built.append(build(Table, table | {"rows": rows}, "table.", str(path)))
+    return tuple(experiments), picture, {table.name: table for table in built}
 
 
-EXPERIMENTS, PICTURE = _load()
-"""The experiments, and the panels of README's picture, each with the name of its experiment."""
+EXPERIMENTS, PICTURE, TABLES = _load()
+"""The experiments; the panels of README's picture, each with the name of its experiment; the tables by name."""

@@ -9,22 +9,24 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from normmatters.lab import config as _config
 from normmatters.lab.cells import PRESETS, load_cell
-from normmatters.lab.claims import CLAIMS, Claim
+from normmatters.lab.claims import BENCHMARKS, CLAIMS, BenchmarkClaim, Claim
+from normmatters.lab.figures import TABLES, Table
 from normmatters.lab.files import write_atomic
 from normmatters.lab.recorded_runs import PUBLISHED, Run, published_file, read_published
 from normmatters.lab.report import Report, collect, draw
 from normmatters.lab.report.charts import picture
-from normmatters.lab.report.collect import Result
+from normmatters.lab.report.collect import Collection, Result
 from normmatters.lab.report.judge import MARKS, Verdict
 from normmatters.lab.report.pages import row
 from normmatters.lab.report.sections import picture_charts
+from normmatters.lab.report.tables import judge_benchmark, table
 from normmatters.lab.schema import suggest
 
 END = "<!-- end of numbers -->"
@@ -107,9 +109,10 @@ def redraw(results: str | Path, pages: Iterable[str | Path] = ()) -> list[Report
     marked parts of ``pages``.
 
     A marked part is what stands between ``<!-- numbers: E1 E7 -->`` and ``<!-- end of numbers -->``: the claims of the
-    named checks. ``headlines`` alone lists one claim for each thing the paper says, from its longest runs; shorter
-    ones stay if their verdict is another. ``dates`` alone lists the claims that were written after the first run of
-    one of their cells. Everything is read and checked before anything is written.
+    named checks, and what the benchmarks in ``results/bench`` say of them. ``table NAME`` is a table of
+    ``experiments/figures.toml``. ``headlines`` alone lists one claim for each thing the paper says, from its longest
+    runs; shorter ones stay in its row if their verdict is another. ``dates`` alone lists the claims that were written
+    after the first run of one of their cells. Everything is read and checked before anything is written.
     """
     results = Path(results)
     if not results.is_dir():
@@ -125,23 +128,25 @@ def redraw(results: str | Path, pages: Iterable[str | Path] = ()) -> list[Report
         write_atomic(results / "picture.svg", picture(drawn).encode())
     write_atomic(results / "README.md", "\n".join([_ABOUT, *(_overview(p, r) for p, r in named)]).encode())
     for page, parts in texts.items():
-        filled = [part if i % 2 == 0 else _numbers(part, named) for i, part in enumerate(parts)]
+        filled = [part if i % 2 == 0 else _numbers(part, named, results) for i, part in enumerate(parts)]
         write_atomic(page, "".join(filled).encode())
     return reports
 
 
 def _parts(page: Path) -> list[str]:
-    """The page cut at its marked parts; every second one is the checks that such a part is about."""
+    """The page cut at its marked parts; every second one is the words of such a part."""
     try:
         text = page.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{page}: expected a page of text: {error}") from None
     parts = _MARKED.split(text)
-    known = {"headlines", "dates", *(claim.check for claim in CLAIMS)}
-    for checks in parts[1::2]:
-        for check in checks.split():
-            if check not in known:
-                raise ValueError(f"{page}: <!-- numbers: {checks} -->{suggest(check, sorted(known))}")
+    checks = {"headlines", "dates", *(claim.check for claim in CLAIMS)}
+    for words in parts[1::2]:
+        asked = words.split()
+        known = set(TABLES) if asked[0] == "table" else checks
+        for word in asked[asked[0] == "table" :]:
+            if word not in known:
+                raise ValueError(f"{page}: <!-- numbers: {words} -->{suggest(word, sorted(known))}")
     if len(parts) == 1 or "".join(parts[::2]).count("<!-- numbers:"):
         raise ValueError(f"{page}: expected parts between <!-- numbers: E1 --> and {END}")
     return parts
@@ -181,15 +186,26 @@ def _cell(title: str, result: Result) -> str:
     return row(title, result.cell.label, result.paper_text, here, seeds, setting, ", ".join(commits))
 
 
-def _numbers(words: str, reports: Sequence[tuple[str, Report]]) -> str:
+def _numbers(words: str, reports: Sequence[tuple[str, Report]], results: Path) -> str:
     """What stands in the marked part of a page that asks for ``words``, with its marks."""
-    rows = {"headlines": _headlines, "dates": _dates}.get(words)
-    lines = rows(reports) if rows else _claims(words.split(), reports)
+    first, *others = words.split()
+    if first == "table":
+        collections = {preset: report.collection for preset, report in reports}
+        lines = [line for name in others for line in _table(TABLES[name], collections)]
+    elif words in ("headlines", "dates"):
+        lines = _headlines(reports) if words == "headlines" else _dates(reports)
+    else:
+        lines = _claims([first, *others], reports, results / "bench")
     return "\n".join([f"<!-- numbers: {words} -->", *lines, END])
 
 
-def _claims(checks: list[str], reports: Sequence[tuple[str, Report]]) -> list[str]:
-    """What the runs say about the claims of the named checks.
+def _table(asked: Table, collections: Mapping[str, Collection]) -> list[str]:
+    runs = collections.get(asked.preset)
+    return table(asked, runs) if runs else [f"No runs of the preset {asked.preset} are published."]
+
+
+def _claims(checks: list[str], reports: Sequence[tuple[str, Report]], benchmarks: Path) -> list[str]:
+    """What the runs and the benchmarks say about the claims of the named checks.
 
     Those that no runs are about come last: a reader must see what was not tried, too.
     """
@@ -199,13 +215,17 @@ def _claims(checks: list[str], reports: Sequence[tuple[str, Report]]) -> list[st
             if v.claim.check in checks:
                 seen.add(v.claim)
                 lines.append([v.mark, _claim(v.claim, v.caveats), v.measured, _seeds(report, v.claim), f"`{preset}`"])
+    for measure in BENCHMARKS:
+        if measure.check in checks:
+            verdict, measured = judge_benchmark(measure, benchmarks)
+            lines.append([MARKS[verdict], _claim(measure, measure.note), measured, "", "`bench`"])
     run = {id for _, report in reports for id, result in report.collection.results.items() if result.done}
     for claim in CLAIMS:
         if claim.check in checks and claim not in seen:
             missing = ", ".join(f"`{id}`" for id in sorted(claim.cells - run))
             why = f"not run: {missing}" if missing else "not run at one preset"
             lines.append([MARKS["open"], _claim(claim, claim.caveats), why, "", ""])
-    if not seen:
+    if not seen and not any(measure.check in checks for measure in BENCHMARKS):
         return ["No runs of it are published."]
     return ["| | Claim | Measured | Seeds | Preset |", "|---|---|---|---:|---|", *(row(*cells) for cells in lines)]
 
@@ -234,9 +254,12 @@ def _headlines(reports: Sequence[tuple[str, Report]]) -> list[str]:
         text = f"[{claim.text}](docs/results.md#{SECTIONS[claim.check]})"
         if not judged:
             rows.append(row(MARKS["open"], text, "not run", "", ""))
-        for preset, report, v in judged:
-            dagger = " †" if v.caveats else ""
-            rows.append(row(v.mark, text + dagger, v.measured, _seeds(report, claim), f"`{preset}`"))
+            continue
+        dagger = " †" if any(v.caveats for _, _, v in judged) else ""
+        measured = [v.measured if i == 0 else f"`{preset}`: {v.measured}" for i, (preset, _, v) in enumerate(judged)]
+        seeds = [_seeds(report, claim) for _, report, _ in judged]
+        presets, marks = [f"`{preset}`" for preset, _, _ in judged], [v.mark for _, _, v in judged]
+        rows.append(row(", ".join(marks), text + dagger, "; ".join(measured), "; ".join(seeds), ", ".join(presets)))
     lines = ["| | The paper says | Measured | Seeds | Preset |", "|---|---|---|---:|---|", *rows]
     if any("†" in line for line in rows):
         lines += ["", "† The link says what else differs between these runs, or what to know about the rule."]
@@ -260,7 +283,7 @@ SECTIONS = {
 }
 
 
-def _claim(claim: Claim, caveats: str) -> str:
+def _claim(claim: Claim | BenchmarkClaim, caveats: str) -> str:
     return f"{claim.text} ({claim.check})" + (f" *{caveats}*" if caveats else "")
 
 

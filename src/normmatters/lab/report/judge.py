@@ -209,7 +209,7 @@ def _times(ratios: Interval) -> str:
 
 def _sooner(claim: Claim, a: Result, b: Result) -> Outcome:
     metric, target = METRICS["loss" if claim.metric == "loss" else "error"], claim.target or 0.0
-    first = [{run.seed: _first_epoch(run, metric, target) for run in result.done} for result in (a, b)]
+    first = [{run.seed: first_epoch(run, metric, target) for run in result.done} for result in (a, b)]
     reached = [[epoch for epoch in epochs.values() if epoch is not None] for epochs in first]
     reached_in = [f"epoch {fmean(epochs):.3g}" if epochs else "never" for epochs in reached]
     measured = f"{reached_in[0]} against {reached_in[1]}"
@@ -232,7 +232,7 @@ def _logarithms(values: Mapping[int, float]) -> dict[int, float]:
     return {seed: math.log(value) for seed, value in values.items()}
 
 
-def _first_epoch(run: Run, metric: Metric, target: float) -> float | None:
+def first_epoch(run: Run, metric: Metric, target: float) -> float | None:
     """When the metric first reached the target, interpolated between two epochs in its logarithm; None if it never did.
 
     Whole epochs would round alike in every seed, and equal seeds have an interval of width 0.
