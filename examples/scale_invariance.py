@@ -19,7 +19,7 @@ model = nn.Sequential(
 )
 result = scale_invariant_parameters(model, images)
 print(result)
-print("to be trained without weight decay, or with a correction:", list(result))
+print("weight decay acts on the step size alone:", list(result))
 
 with torch.no_grad():
     base, factors = model(images), [2.0**k for k in range(-6, 7)]

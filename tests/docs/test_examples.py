@@ -99,6 +99,7 @@ def scale_invariance(names: Names, printed: str) -> None:
         "tensor, with 3.bias",
         "no",
     ]
+    assert "weight decay acts on the step size alone: ['0.weight']" in printed
 
 
 def step_size_correction(names: Names, printed: str) -> None:
