@@ -290,6 +290,15 @@ def test_headlines_link_to_sections_that_exist() -> None:
             assert [SECTIONS[check] for check in checks.split(", ")] == [slug] * len(checks.split(", "))
 
 
+def test_each_section_opens_with_what_the_paper_says() -> None:
+    text = (ROOT / "docs" / "results.md").read_text()
+    sections = [part for part in text.split("\n## ")[1:] if re.match(r"[ES]\d", part)]
+    assert len(sections) == 17
+    for section in sections:
+        opening = section.partition(END)[2].strip().partition("\n\n")[0]
+        assert "paper" in opening or section.startswith(("S3", "S7")), section[:40]  # these two ask about E1
+
+
 def test_claims_that_came_after_their_runs_are_listed(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     for cell, time in (("wd_on", "2026-11-15T19:55:47Z"), ("wd_off", "2026-11-15T19:55:47Z"), ("wd_free", "")):
