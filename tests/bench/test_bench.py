@@ -16,9 +16,10 @@ from torch import Tensor
 
 from normmatters import bench
 from normmatters.bench import __main__ as command
-from normmatters.bench import cpu, harness, layers, peers, resnet50, roofline, warmup, weightnorm
+from normmatters.bench import cpu, harness, layers, optim, peers, resnet50, roofline, timing, warmup, weightnorm
 from normmatters.kernels import dispatch
 from normmatters.norm import Norm, RunningStats
+from normmatters.optim import channel_norms
 
 TIMED = {"error", "fwd_ms", "bwd_ms", "eager_fwd_ms", "eager_bwd_ms", "timed_by", "ratio"}
 MEMORY = {"saved_bytes", "saved_share", "allocated_bytes", "peak_bytes"}
@@ -31,7 +32,7 @@ FIELDS = {
     "weightnorm": {"part", "mode", "ms", "added_ms", "error"},
     "optim": {"mode", "ms", "ratio"},
 }
-COUNTS = {"layers": 57, "cpu": 68, "layernorm": 9, "resnet50": 10, "weightnorm": 10}
+COUNTS = {"layers": 57, "cpu": 105, "layernorm": 9, "resnet50": 10, "weightnorm": 10}
 
 
 @pytest.fixture(autouse=True)
@@ -353,7 +354,7 @@ def test_ratios_are_medians_of_samples_taken_in_turns(monkeypatch: pytest.Monkey
     taken: list[str] = []
 
     def sample(name: str, ms: float) -> tuple[float, ...]:
-        disturbed = 10 if len(taken) // 2 % 2 else 1
+        disturbed = 10 if (len(taken) - 2) // 4 % 2 else 1  # two samples before the first turn, four in each
         taken.append(name)
         clock[0] += 0.1
         return ms * disturbed * 1e-3, ms * disturbed * 1e-3
@@ -368,7 +369,93 @@ def test_ratios_are_medians_of_samples_taken_in_turns(monkeypatch: pytest.Monkey
     assert l1["ns_per_element"] == pytest.approx(l1["ms"] * 1e3)
     assert l1["ms"] == pytest.approx(l1["fwd_ms"] + l1["bwd_ms"])
     assert l1["samples"] == native["samples"] >= 5
-    assert taken[2:6] in (["native", "l1", "l1", "native"], ["l1", "native", "native", "l1"])
+    assert taken[2:10] == ["l1", "l1", "native", "native", "native", "native", "l1", "l1"]
+
+
+def _without_measuring(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
+    """The rows of a whole run, each as its axes."""
+    monkeypatch.setattr(harness.Setup, "free", lambda self: None)
+    monkeypatch.setattr(cpu, "attempt", lambda setup, case: dict(case.names))
+    return list(cpu.rows(harness.Setup(torch.device("cpu"))))
+
+
+def test_a_whole_run_on_the_cpu_has_every_norm_and_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = _without_measuring(monkeypatch)
+    assert len({tuple(sorted(row.items())) for row in rows}) == len(rows)  # none twice
+
+    def count(**values: str) -> int:
+        return sum(all(row.get(axis) == value for axis, value in values.items()) for row in rows)
+
+    for layout in ("cl", "nchw"):
+        for name in ("native", "l1", "l1_lean", "linf", "range", "top10"):
+            of_all = {"part": "batch_norm", "dtype": "fp32", "form": "relu", "layout": layout, "variant": name}
+            assert count(**of_all) == len(cpu.SHAPES), of_all
+        for name in ("l2", "lp1.5", "mean"):
+            assert count(part="batch_norm", dtype="fp32", layout=layout, variant=name) == 2 * len(cpu.SAMPLES)
+        assert count(part="batch_norm", dtype="fp16", layout=layout, variant="l1") == 2 * len(cpu.SAMPLES)
+        for threads in ("1", "2", "4"):
+            for shape in ("100x100x10x10", "10x1000x10x10", "1x10000x10x10"):
+                linear = {"part": "linear", "layout": layout, "threads": threads, "size": shape}
+                assert count(variant="l1", **linear) == count(variant="native", **linear) == 1
+    assert count(part="linear", layout="nchw", variant="l1", threads=str(torch.get_num_threads())) >= 7
+    for part in ("layer_norm", "rms_norm"):
+        assert count(part=part, variant="lp1.5") == 2 * len(cpu.ROW_SHAPES)
+    steps = {row["variant"] for row in rows if row["part"] == "optimizer"}
+    assert {"NormRecorder", "NormSchedule", "StepSizeCorrection", "WeightDecayFreeSGD", "AngularSGD"} < steps
+
+
+def test_every_row_of_the_summary_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{**row, "status": "ok", "ratio": 1.0} for row in _without_measuring(monkeypatch)]
+    for line in cpu.SUMMARY:
+        assert line in cpu.summary(rows)
+
+
+def test_a_row_is_measured_on_its_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, used = torch.get_num_threads(), []
+
+    def prepare() -> cpu.Ready:
+        used.append(torch.get_num_threads())
+        return cpu.Ready(lambda: (1.0 + bool(used.append(torch.get_num_threads())),), {})
+
+    setup = harness.Setup(torch.device("cpu"), smoke=True)
+    axes = {"part": "linear", "dtype": "fp32", "threads": str(before + 2)}
+    (row,) = cpu._group(setup, axes, {"native": (False, prepare)}, "native")
+    assert row["status"] == "ok"
+    assert {*used} == {before + 2}
+    assert torch.get_num_threads() == before
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux alone says how much memory was used")
+def test_the_peak_counts_memory_that_is_freed_again() -> None:
+    size = 64 * 2**20
+
+    def call() -> None:
+        torch.ones(size // 4)
+        torch.ones(size // 8)
+
+    peak = timing.peak_memory(call)
+    assert peak is not None
+    assert 0.98 < peak / size < 1.1  # the system counts pages in batches
+
+
+@pytest.mark.parametrize("name", ["NormRecorder", "NormSchedule", "StepSizeCorrection"])
+def test_optimizers_beside_sgd_do_their_work(name: str) -> None:
+    """Else their rows would time SGD alone."""
+    build, shapes = cpu._OPTIMIZERS[name], optim.resnet50_shapes(8, (1, 1), 10)
+    runs = []
+    for one in (build, cpu._OPTIMIZERS[cpu._SGD]):
+        named = optim.make_parameters(shapes, "cpu", torch.float32)
+        optimizer = one(named, False)
+        norms = channel_norms(named["conv1.weight"].detach())
+        optimizer.step()
+        runs.append((named["conv1.weight"].detach(), norms))
+    (ours, norms), (plain, _) = runs
+    if name == "NormRecorder":
+        assert torch.equal(ours, plain)
+    else:
+        assert not torch.equal(ours, plain)
+    if name == "NormSchedule":
+        torch.testing.assert_close(channel_norms(ours), norms)
 
 
 def test_the_network_that_is_timed_must_agree_with_float64() -> None:

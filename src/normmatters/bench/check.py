@@ -9,7 +9,7 @@ Tolerances, with ε the machine epsilon of the data's dtype and n the reduced el
 - elementwise results (output, dx, dresidual): (4ε + √n·2⁻²²)(1 + magnitude), a few roundings of numbers of order 1 to
   10 and those of the statistics, which are kept in fp32; running statistics 1e-3;
 - dγ = Σ g·x̂ and dβ = Σ g: t·√n·rms(g), as errors of n terms add up like √n. t = 2⁻¹⁰ + √n·2⁻²⁰, fp32's summation; for
-  dγ plus 8ε where x̂ comes from a rounded tensor (lean, layer norm);
+  dγ plus 8ε where x̂ comes from a rounded tensor (lean, layer norm); mean-only has no dγ;
 - dγ of lean with a residual, which keeps x̂ in 14 steps of 0.4: if e is what a code is off by, which is most for the
   extremes that it clips, then Σ g·e has random signs and exceeds 6·√Σ(g·e)² once in 3·10⁷ channels (Hoeffding);
 - where x is μ to within fp32's rounding, its sign is a matter of luck: there dx may be off by what the sign does in L1;
@@ -34,6 +34,8 @@ from normmatters.norm import Norm
 KINDS: dict[str, tuple[float | str, int | None]] = {
     "l1": (1, None),
     "l2": (2, None),
+    "lp1.5": (1.5, None),
+    "mean": ("mean", None),
     "linf": (math.inf, None),
     "range": ("range", None),
     "top10": (math.inf, 10),
@@ -100,7 +102,7 @@ class BatchNormReference:
     g: Tensor
     before_relu: Tensor
     dx: Tensor
-    dweight: Tensor
+    dweight: Tensor  # zeros for mean-only, which has no weight
     dbias: Tensor
     running: tuple[Tensor, Tensor]
 
@@ -114,13 +116,13 @@ class BatchNormReference:
         p, k = KINDS[kind]
         x, weight, bias = (t.detach().double().requires_grad_() for t in (data.x, data.weight, data.bias))
         running = torch.zeros_like(weight).detach(), torch.ones_like(weight).detach()
-        y = lp_batch_norm(x, *running, weight, bias, training=True, p=p, k=k)
+        y = lp_batch_norm(x, *running, None if kind == "mean" else weight, bias, training=True, p=p, k=k)
         if data.residual is not None:
             y = y + data.residual.detach()
         with torch.no_grad():
             margin = 4 * _element_tolerance(data.x) * _size(y, data.residual)
             g = data.g * (y.abs() > margin)
-        dx, dweight, dbias = torch.autograd.grad(y, (x, weight, bias), g * (y > 0))
+        dx, dweight, dbias = torch.autograd.grad(y, (x, weight, bias), g * (y > 0), materialize_grads=True)
         return cls(kind, g, y.detach(), dx, dweight, dbias, running)
 
 
@@ -130,7 +132,7 @@ def check_batch_norm(module: Any, norm: Any, data: BatchNormData, ref: BatchNorm
     Raises:
         Wrong: if any result is off by more than its tolerance or not finite.
     """
-    parameters = [norm.weight, norm.bias]
+    parameters = [p for p in (norm.weight, norm.bias) if p is not None]
     output = module(*data.inputs())
     grads = torch.autograd.grad(output, [*data.inputs(), *parameters], ref.g)
     eps, element = torch.finfo(data.x.dtype).eps, _element_tolerance(data.x)
@@ -141,23 +143,26 @@ def check_batch_norm(module: Any, norm: Any, data: BatchNormData, ref: BatchNorm
     if lean and data.residual is not None:
         allowed = allowed + 6 * (open_g * _code_error(data, ref)).square().sum((0, 2, 3)).sqrt()
     p, k = KINDS[ref.kind]
-    kept = {"l1": n, "l2": n / 8, "top10": k}.get(ref.kind, 1)
+    # The largest |x̂|, 8, is raised to p − 1: an element carries at most that share of the whole statistic.
+    kept = {"l1": n, "l2": n / 8, "lp1.5": n / 3, "top10": k}.get(ref.kind, 1)
     # A wrong Σg·x̂ moves dx by γ/D·C/kept of it; γ/D is at most about 1.5.
-    carried = 1.5 * Norm(p, k).scale_constant(n) / (kept or 1) * allowed[:, None, None]
+    constant = 0.0 if norm.weight is None else Norm(p, k).scale_constant(n)
+    carried = 1.5 * constant / (kept or 1) * allowed[:, None, None]
     if ref.kind == "l1":
         at_mean = (data.x.detach() - ref.mean.view(-1, 1, 1)).abs() < 1e-5
         carried = carried + at_mean * (4 * Norm(1).scale_constant(n) / n * ref.dweight.abs().view(-1, 1, 1))
-    elif ref.kind != "l2":
+    elif ref.kind not in ("l2", "lp1.5"):
         carried = carried * ((data.x.detach() - _SHIFT).abs() > _FAR)
     size = element * _size(ref.before_relu, data.residual)
     parts: dict[str, tuple[Tensor, Tensor, Tensor | float]] = {
         "output": (output, ref.before_relu.relu(), size),
         "dx": (grads[0], ref.dx, element * (1 + ref.dx.abs()) + carried),
-        "dweight": (grads[-2], ref.dweight, allowed),
         "dbias": (grads[-1], ref.dbias, _sum_tolerance(n) * spread),
         "running_mean": (norm.running_mean, ref.running[0], 1e-3),
         "running_var": (norm.running_var, ref.running[1], 1e-3 * ref.running[1]),
     }
+    if norm.weight is not None:
+        parts["dweight"] = grads[-2], ref.dweight, allowed
     if data.residual is not None:
         parts["dresidual"] = (grads[1], open_g, element * (1 + ref.g.double().abs()))
     return _compare(parts)

@@ -13,6 +13,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -25,6 +26,7 @@ from normmatters.bench import layernorm, layers, optim, peers, timing, weightnor
 from normmatters.bench.check import BatchNormData, RowNormData
 from normmatters.bench.harness import DTYPES, Case, Layer, Row, Setup, Wrong, attempt
 from normmatters.bench.resnet50 import Step
+from normmatters.nn.batchnorm import LpBatchNorm2d, MeanOnlyBatchNorm2d
 from normmatters.surgery import convert
 
 Sample = tuple[float, ...]
@@ -35,16 +37,35 @@ SHAPES: list[Shape] = [
     (32, 64, 56, 56), (32, 128, 28, 28), (32, 64, 112, 112), (32, 256, 56, 56), (32, 512, 28, 28), (32, 256, 14, 14),
     (32, 512, 7, 7), (128, 16, 32, 32), (128, 64, 8, 8),
 ]  # fmt: skip
-SAMPLES = SHAPES[:2]  # the only ones of L2, L∞, Top(k) and range
+SAMPLES = SHAPES[:2]  # the only ones of fp16, L2, Lp and mean-only, and of L∞, Top(k) and range with a residual
 COMPILED = SHAPES[0]  # the only one of what torch.compile has to compile, and of naive L1
 ROW_SHAPES = [(4096, 1024), (8192, 512), (2048, 4096)]
-#: 1e4 to 1e8 elements in 100 channels, then a million elements in more channels.
-LINEAR_SHAPES: list[Shape] = [(10**i, 100, 10, 10) for i in range(5)] + [(10, 1000, 10, 10), (1, 10000, 10, 10)]
+LINEAR_SHAPES: list[Shape] = [(10**i, 100, 10, 10) for i in range(5)]  # 1e4 to 1e8 elements in 100 channels,
+CHANNEL_SHAPES: list[Shape] = [(100, 100, 10, 10), (10, 1000, 10, 10), (1, 10000, 10, 10)]  # and 1e6 in ever more
 CHECKED = 2**20  # elements: of a larger tensor only the first images are checked, at least two
 
 _BATCH_NORMS = {v.name: v for v in layers.VARIANTS}
-_BATCH_NORMS["naive_l1"] = layers.Variant("naive_l1", "l1", peers.NaiveL1BatchNormReLU, ours=False)
-_OPTIMIZERS = ("SGD(fused=True)", "WeightDecayFreeSGD", "AngularSGD")
+_BATCH_NORMS |= {
+    v.name: v
+    for v in (
+        layers.Variant("naive_l1", "l1", peers.NaiveL1BatchNormReLU, ours=False),
+        layers.Variant("lp1.5", "lp1.5", lambda c: LpBatchNorm2d(c, 1.5, act="relu")),
+        layers.Variant("mean", "mean", lambda c: MeanOnlyBatchNorm2d(c, act="relu")),
+    )
+}
+_ROW_NORMS = [
+    *(v for v in layernorm.VARIANTS if v.on_cpu),
+    layernorm.Variant("lp1.5", "layer", 1.5, layernorm.ours(1.5)),
+    layernorm.Variant("rms_lp1.5", "rms", 1.5, layernorm.our_rms(1.5)),
+]
+_SGD = "SGD(fused=True)"
+#: The last three work beside an SGD that is the fused one, too.
+_OPTIMIZERS: dict[str, optim.Build] = {
+    **{name: optim.OPTIMIZERS[name][0] for name in (_SGD, "WeightDecayFreeSGD", "AngularSGD")},
+    "NormRecorder": partial(optim.recorder, foreach=None, fused=True),
+    "NormSchedule": partial(optim.held_norms, fused=True),
+    "StepSizeCorrection": partial(optim.correction, foreach=None, fused=True),
+}
 _STEPS: dict[str, Callable[..., nn.Module]] = {
     "native": lambda model, **_: model,
     "l1": lambda model, **options: convert(model, "l1", **options),
@@ -53,14 +74,18 @@ _STEPS: dict[str, Callable[..., nn.Module]] = {
 
 AXES: Mapping[str, Sequence[str]] = {
     "part": ["batch_norm", "layer_norm", "rms_norm", "weight_norm", "optimizer", "step", "linear"],
-    "dtype": ["fp32", "bf16"],
+    "dtype": ["fp32", "bf16", "fp16"],
     "layout": ["cl", "nchw"],
     "form": ["relu", "add_relu"],
-    "size": ["x".join(map(str, shape)) for shape in [*SHAPES, *LINEAR_SHAPES, *ROW_SHAPES, *layers.SMOKE_SHAPES]],
+    "size": [
+        "x".join(map(str, shape))
+        for shape in [*SHAPES, *LINEAR_SHAPES, *CHANNEL_SHAPES, *ROW_SHAPES, *layers.SMOKE_SHAPES]
+    ],
+    "threads": ["1", "2", "4"],
     "variant": [
         *(name for name in _BATCH_NORMS if name != "naive_l1_compiled"),
         *("torch", "classic", "bounded", "bounded_l1"),
-        *(name for name in _OPTIMIZERS if "(" not in name),
+        *(name for name in _OPTIMIZERS if name != _SGD),
     ],
 }
 
@@ -106,18 +131,33 @@ def rows(setup: Setup) -> Iterator[Row]:
             for form in AXES["form"]:
                 for shape in layers.SMOKE_SHAPES if setup.smoke else SHAPES:
                     axes = {"part": "batch_norm", "dtype": dtype, "layout": layout, "form": form}
-                    yield from _batch_norms(setup, axes, shape, _usual_batch_norms(setup, axes, shape))
-    for shape in layers.SMOKE_SHAPES if setup.smoke else LINEAR_SHAPES:
-        axes = {"part": "linear", "dtype": "fp32", "layout": "nchw", "form": "relu"}
+                    if names := _usual_batch_norms(setup, axes, shape):
+                        yield from _batch_norms(setup, axes, shape, names)
+    yield from _linear(setup)
+
+
+def _linear(setup: Setup) -> Iterator[Row]:
+    """How cost grows: with the elements, and at three numbers of threads with the channels."""
+    elements = layers.SMOKE_SHAPES if setup.smoke else LINEAR_SHAPES
+    channels = layers.SMOKE_SHAPES if setup.smoke else CHANNEL_SHAPES
+    wanted = [("nchw", str(torch.get_num_threads()), shape) for shape in elements]
+    wanted += itertools.product(AXES["layout"], AXES["threads"], channels)
+    for layout, threads, shape in dict.fromkeys(wanted):
+        axes = {"part": "linear", "dtype": "fp32", "layout": layout, "form": "relu", "threads": threads}
         yield from _batch_norms(setup, axes, shape, ["native", "l1"])
 
 
 def _usual_batch_norms(setup: Setup, axes: dict[str, str], shape: Shape) -> list[str]:
+    sampled = setup.smoke or shape in SAMPLES
+    if axes["dtype"] == "fp16":
+        return ["native", "l1", "l1_lean"] if sampled else []
     names = ["native", "l1", "l1_lean"]
-    if setup.smoke or shape in SAMPLES:
+    if sampled:
         names += ["l2"]
-        if axes["dtype"] == "fp32":
-            names += ["linf", "range", "top10"]
+    if axes["dtype"] == "fp32" and (sampled or axes["form"] == "relu"):
+        names += ["linf", "range", "top10"]
+    if axes["dtype"] == "fp32" and sampled:
+        names += ["lp1.5", "mean"]
     if shape == COMPILED and (axes["dtype"], axes["layout"], axes["form"]) == ("fp32", "cl", "relu"):
         names += ["naive_l1", "native_compiled"]
     return names
@@ -139,17 +179,18 @@ def _group(
         more |= {"tensor_bytes": elements * DTYPES[axes["dtype"]].itemsize, "elements": elements}
     samplers: dict[str, Callable[[], Sample]] = {}
     results: dict[str, Row] = {}
-    for name, (ours, prepare) in wanted.items():
+    with _threads(axes.get("threads")):
+        for name, (ours, prepare) in wanted.items():
 
-        def checked(name: str = name, prepare: Callable[[], Ready] = prepare) -> Row:
-            ready = prepare()
-            ready.sample()  # compile and allocate, or fail, before the first sample
-            samplers[name] = ready.sample
-            return ready.row
+            def checked(name: str = name, prepare: Callable[[], Ready] = prepare) -> Row:
+                ready = prepare()
+                ready.sample()  # compile and allocate, or fail, before the first sample
+                samplers[name] = ready.sample
+                return ready.row
 
-        case = Case({**axes, **more, "variant": name}, checked, ours, "compiled" in name)
-        results[name] = attempt(setup, case)
-    samples = _take_turns(samplers, quick=setup.smoke)
+            case = Case({**axes, **more, "variant": name}, checked, ours, "compiled" in name)
+            results[name] = attempt(setup, case)
+        samples = _take_turns(samplers, quick=setup.smoke)
     for name, row in results.items():
         if name in samples:
             row |= _numbers(samples[name], samples.get(base))
@@ -161,11 +202,22 @@ def _group(
     setup.free()
 
 
+@contextmanager
+def _threads(count: str | None) -> Iterator[None]:
+    """PyTorch's number of threads for a while; None leaves it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(int(count or before))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def _take_turns(calls: Mapping[str, Callable[[], Sample]], *, quick: bool) -> dict[str, list[Sample]]:
-    """Samples of each call, one per turn; the order is reversed from turn to turn. Half a second for each."""
+    """Samples of each call, one per turn; the order is reversed from turn to turn. 0.35 s for each."""
     samples: dict[str, list[Sample]] = {name: [] for name in calls}
     names = list(calls)
-    end = time.perf_counter() + 0.5 * len(calls)
+    end = time.perf_counter() + 0.35 * len(calls)
     for turn in range(1000):
         if turn >= (2 if quick else 5) and (quick or time.perf_counter() > end):
             break
@@ -197,7 +249,12 @@ def _batch_norms(setup: Setup, axes: dict[str, str], shape: Shape, names: Sequen
     def prepare(variant: layers.Variant) -> Ready:
         few = draw(images)
         layer = layers.layer_of(setup, variant, few)
-        return _layer(layer, draw(shape[0]), error=layer.check(), saved_share=_saved_share(layer, few))
+        error, saved, whole = layer.check(), _saved_share(layer, few), draw(shape[0])
+        ready = _layer(layer, whole, error=error, saved_share=saved)
+        if axes["part"] == "linear":
+            peak = timing.peak_memory(lambda: layer.backward(whole, layer.forward(whole)))
+            ready.row["peak_share"] = peak and peak / (whole.x.numel() * whole.x.element_size())
+        return ready
 
     variants = {name: (_BATCH_NORMS[name].ours, partial(prepare, _BATCH_NORMS[name])) for name in names}
     yield from _group(setup, {**axes, "size": "x".join(map(str, shape))}, variants, "native", elements)
@@ -211,14 +268,14 @@ def _saved_share(layer: Layer, data: Any) -> float:
 
 def _row_norms(setup: Setup) -> Iterator[Row]:
     for part, family in (("layer_norm", "layer"), ("rms_norm", "rms")):
-        for dtype in AXES["dtype"]:
+        for dtype in ("fp32", "bf16"):
             for shape in layernorm.SMOKE_SHAPES if setup.smoke else ROW_SHAPES:
                 compile = (dtype, shape) == ("fp32", ROW_SHAPES[0])
                 draw = cache(partial(RowNormData.random, *shape, DTYPES[dtype], setup.device))
                 variants = {
                     v.name.removeprefix("rms_"): (v.ours, partial(_row_norm, v, draw))
-                    for v in layernorm.VARIANTS
-                    if v.family == family and v.on_cpu and (compile or not v.compile)
+                    for v in _ROW_NORMS
+                    if v.family == family and (compile or not v.compile)
                 }
                 axes = {"part": part, "dtype": dtype, "size": f"{shape[0]}x{shape[1]}"}
                 yield from _group(setup, axes, variants, "native", math.prod(shape))
@@ -261,15 +318,15 @@ def _optimizers(setup: Setup) -> Iterator[Row]:
     shapes = {name: tuple(p.shape) for name, p in resnet18(setup).named_parameters()}
 
     def prepare(name: str) -> Ready:
-        build, _ = optim.OPTIMIZERS[name]
+        build = _OPTIMIZERS[name]
         if wrong := optim.check(build, shapes, "cpu"):
             raise Wrong(wrong)
         optimizer = build(optim.make_parameters(shapes, "cpu", torch.float32), False)
         return Ready(_timed(lambda _: optimizer.step()), {"optimizer": type(optimizer).__name__})
 
-    variants = {name: ("SGD(" not in name, partial(prepare, name)) for name in _OPTIMIZERS}
+    variants = {name: (name != _SGD, partial(prepare, name)) for name in _OPTIMIZERS}
     axes, elements = {"part": "optimizer", "dtype": "fp32"}, sum(map(math.prod, shapes.values()))
-    yield from _group(setup, axes, variants, _OPTIMIZERS[0], elements, size="ResNet-18")
+    yield from _group(setup, axes, variants, _SGD, elements, size="ResNet-18")
 
 
 def _step(setup: Setup) -> Iterator[Row]:
@@ -317,14 +374,21 @@ _L1 = {"part": ["batch_norm"], "variant": ["l1"]}
 SUMMARY: dict[str, Mapping[str, Sequence[str]]] = {
     "L1 BN+ReLU, fp32": {**_L1, "form": ["relu"], "dtype": ["fp32"]},
     "L1 BN+ReLU, bf16": {**_L1, "form": ["relu"], "dtype": ["bf16"]},
-    "L1 BN+add+ReLU": {**_L1, "form": ["add_relu"]},
+    "L1 BN+ReLU, fp16": {**_L1, "form": ["relu"], "dtype": ["fp16"]},
+    "L1 BN+add+ReLU": {**_L1, "form": ["add_relu"], "dtype": ["fp32", "bf16"]},
     "L∞, range": {"part": ["batch_norm"], "variant": ["linf", "range"], "form": ["relu"]},
     "Top(10)": {"part": ["batch_norm"], "variant": ["top10"], "form": ["relu"]},
+    "L1.5 BN+ReLU": {"part": ["batch_norm"], "variant": ["lp1.5"], "form": ["relu"]},
+    "mean-only BN+ReLU": {"part": ["batch_norm"], "variant": ["mean"], "form": ["relu"]},
     "L1 layer norm": {"part": ["layer_norm"], "variant": ["l1"]},
     "L1 RMS norm": {"part": ["rms_norm"], "variant": ["l1"]},
+    "L1.5 layer norm": {"part": ["layer_norm"], "variant": ["lp1.5"]},
     "bounded weight norm": {"part": ["weight_norm"], "variant": ["bounded"]},
     "`WeightDecayFreeSGD`": {"part": ["optimizer"], "variant": ["WeightDecayFreeSGD"]},
     "`AngularSGD`": {"part": ["optimizer"], "variant": ["AngularSGD"]},
+    "`NormRecorder`": {"part": ["optimizer"], "variant": ["NormRecorder"]},
+    "`NormSchedule`, each step": {"part": ["optimizer"], "variant": ["NormSchedule"]},
+    "`StepSizeCorrection`": {"part": ["optimizer"], "variant": ["StepSizeCorrection"]},
     "ResNet-18 step": {"part": ["step"], "variant": ["l1"]},
     "ResNet-18 step, lean": {"part": ["step"], "variant": ["l1_lean"]},
 }

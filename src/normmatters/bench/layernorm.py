@@ -30,12 +30,14 @@ def _shape(d: RowNormData) -> list[int]:
     return [d.x.shape[1]]
 
 
-def _ours(p: float) -> Forward:
+def ours(p: float) -> Forward:
+    """Our layer norm in Lp."""
     norm = Norm(p, eps=EPS)
     return lambda d: dispatch.layer_norm(d.x, _shape(d), norm, d.weight, d.bias)
 
 
-def _our_rms(p: float) -> Forward:
+def our_rms(p: float) -> Forward:
+    """Our RMS norm in Lp."""
     norm = Norm(p, eps=EPS)
     return lambda d: dispatch.rms_norm(d.x, _shape(d), norm, d.weight)
 
@@ -89,15 +91,15 @@ VARIANTS = [
     Variant("native", "layer", 2, _native, ours=False),
     Variant("native_compiled", "layer", 2, _native, ours=False, compile=True),
     Variant("liger", "layer", 2, _liger, ours=False, on_cpu=False),
-    Variant("l1", "layer", 1, _ours(1)),
-    Variant("l2", "layer", 2, _ours(2)),
+    Variant("l1", "layer", 1, ours(1)),
+    Variant("l2", "layer", 2, ours(2)),
     Variant("rms_native", "rms", 2, _native_rms, ours=False),
     Variant("rms_native_compiled", "rms", 2, _native_rms, ours=False, compile=True),
     Variant("rms_liger", "rms", 2, _liger_rms, ours=False, on_cpu=False),
     # quack has a layer norm too, but without a backward pass
     Variant("rms_quack", "rms", 2, _quack_rms, ours=False, on_cpu=False),
-    Variant("rms_l1", "rms", 1, _our_rms(1)),
-    Variant("rms_l2", "rms", 2, _our_rms(2)),
+    Variant("rms_l1", "rms", 1, our_rms(1)),
+    Variant("rms_l2", "rms", 2, our_rms(2)),
 ]
 
 AXES = {

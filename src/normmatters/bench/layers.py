@@ -97,12 +97,14 @@ def layer_of(setup: Setup, variant: Variant, data: BatchNormData) -> Layer:
     module = variant.build(data.x.shape[1]).to(setup.device)
     norm: Any = module.norm if isinstance(module, peers.NativeBatchNormReLU) else module
     with torch.no_grad():
-        norm.weight.copy_(data.weight)
-        norm.bias.copy_(data.bias)
+        for own, given in ((norm.weight, data.weight), (norm.bias, data.bias)):
+            if own is not None:
+                own.copy_(given)
     forward = peers.compiled(module) if variant.compile else module
+    parameters = [*module.parameters()]
     return Layer(
         forward=lambda one: forward(*one.inputs()),
-        sources=lambda one: [*one.inputs(), norm.weight, norm.bias],
+        sources=lambda one: [*one.inputs(), *parameters],
         check=lambda: check_batch_norm(forward, norm, data, data.reference(variant.kind), lean=variant.lean),
-        state=[norm.weight, norm.bias, norm.running_mean, norm.running_var],
+        state=[*parameters, norm.running_mean, norm.running_var],
     )

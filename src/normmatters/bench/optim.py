@@ -138,9 +138,9 @@ def _free_sgd(named: Named, graph: bool, **kwargs: Any) -> WeightDecayFreeSGD:
     return WeightDecayFreeSGD(groups, LR, MOMENTUM, weight_decay=WEIGHT_DECAY, capturable=graph, **kwargs)
 
 
-def _recording(named: Named) -> Recording:
+def _recording(named: Named, steps: int = 1_000_000) -> Recording:
     """A recording of constant norms, of more steps than are timed."""
-    weights, steps = _weights(named), 1_000_000
+    weights = _weights(named)
     return Recording(
         norms={n: channel_norms(w.detach()).repeat(2, 1).cpu() for n, w in weights.items()},
         steps=torch.tensor([0, steps]),
@@ -153,8 +153,9 @@ def _recording(named: Named) -> Recording:
     )
 
 
-def _correction(named: Named, graph: bool) -> Optimizer:
-    return StepSizeCorrection(_sgd(named, weight_decay=0.0), _recording(named), _weights(named))
+def correction(named: Named, graph: bool, **kwargs: Any) -> Optimizer:
+    """SGD with these options, its step sizes corrected."""
+    return StepSizeCorrection(_sgd(named, weight_decay=0.0, **kwargs), _recording(named), _weights(named))
 
 
 def _norm_schedule(named: Named, graph: bool) -> Optimizer:
@@ -164,8 +165,17 @@ def _norm_schedule(named: Named, graph: bool) -> Optimizer:
     return optimizer
 
 
-def _recorder(named: Named, graph: bool) -> Optimizer:
-    optimizer = _sgd(named)
+def held_norms(named: Named, graph: bool, **kwargs: Any) -> Optimizer:
+    """SGD with these options, which `NormSchedule` follows: it gives every channel a recorded norm at each step."""
+    optimizer = SGD(_groups(named), LR, MOMENTUM, **kwargs)
+    schedule = NormSchedule(optimizer, _recording(named, 10_000), _weights(named))  # it makes lists of all steps
+    optimizer.register_step_post_hook(lambda *_: schedule.step())
+    return optimizer
+
+
+def recorder(named: Named, graph: bool, **kwargs: Any) -> Optimizer:
+    """SGD with these options, which `NormRecorder` watches."""
+    optimizer = _sgd(named, **kwargs)
     NormRecorder(_weights(named), optimizer, capacity=1000 if graph else None)  # the optimizer's hooks hold it
     return optimizer
 
@@ -190,8 +200,8 @@ OPTIMIZERS: dict[str, tuple[Build, bool]] = {
     "WeightDecayFreeSGD": (_free_sgd, True),
     "WeightDecayFreeSGD(foreach=True)": (partial(_free_sgd, foreach=True), False),
     "AngularSGD": (_angular_sgd, True),
-    "SGD + NormRecorder": (_recorder, True),
-    "SGD + StepSizeCorrection": (_correction, False),
+    "SGD + NormRecorder": (recorder, True),
+    "SGD + StepSizeCorrection": (correction, False),
     "Angular(SGD)": (_angular, True),
     "AdamW(foreach=True)": (lambda named, graph: AdamW(named.values(), 1e-3, foreach=True, capturable=graph), True),
     "WeightDecayFreeAdamW": (_free_adamw, True),

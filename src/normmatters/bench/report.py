@@ -66,6 +66,7 @@ COLUMNS: dict[str, list[Column]] = {
     "cpu": [
         _name("part", "part"),
         *_LAYER_NAMES,
+        _name("threads", "threads"),
         _name("variant", "variant"),
         _number("ms", "ms", 3),
         *_LAYER[:2],
@@ -75,6 +76,7 @@ COLUMNS: dict[str, list[Column]] = {
         _number("kept ÷ x", "saved_share"),
         _number("saved MB", "saved_bytes", 0, _MB),
         _number("÷ native", "memory_ratio"),
+        _number("peak ÷ x", "peak_share", 1),
     ],
     "layernorm": [_name("dtype", "dtype"), _name("shape", "size"), _name("variant", "variant"), *_LAYER],
     "resnet50": [
@@ -190,7 +192,7 @@ def _where(data: Mapping[str, Any], rows: Iterable[Mapping[str, Any]]) -> str:
 
 def _chosen(bench: str, rows: Sequence[Row], words: Iterable[str]) -> list[Row]:
     """Rows that have, of every name column that any word may occur in, one of the words. A run may lack some rows."""
-    keys = ("dtype", "layout", "form", "size", "variant", "mode", "part")
+    keys = ("dtype", "layout", "form", "size", "threads", "variant", "mode", "part")
     axes = axes_of(bench)
     values = {key: [*{str(row[key]) for row in rows if key in row}, *axes.get(key, ())] for key in keys}
     selection = Selection.of(words, [values])
