@@ -90,6 +90,8 @@ def linked_batch_norm(
     """
     check_batch_norm(input, norm, weight, bias, running, training, residual=residual, act=act)
     backend = batch_norm_backend(input, norm, training=training)
+    if isinstance(running.momentum, Tensor) and not backend.reason and torch.compiler.is_compiling():
+        backend = Backend("plain", "the kernels take a momentum that is a number")  # in eager mode they read it
     if backend is backends.TRITON:
         import normmatters.kernels.triton.batch_norm.operator as kernels  # found in half the time that `from` takes
 
@@ -149,7 +151,8 @@ def pooled_batch_norm(
         >>> pooled_batch_norm(x, Norm(eps=0.0), None, None, RunningStats(), True, act="relu").flatten()
         tensor([0.0000, 1.3963])
     """
-    if residual is None and batch_norm_backend(input, norm, training=training) is backends.TRITON:
+    serves = batch_norm_backend(input, norm, training=training) is backends.TRITON
+    if residual is None and serves and not isinstance(running.momentum, Tensor):
         reason = why_not_pooled(input, norm, act)
         if not reason:
             from normmatters.kernels.triton.batch_norm.pooled import pooled_batch_norm as kernel
@@ -194,6 +197,10 @@ def twin_batch_norm(first: NormedInput, second: NormedInput, *, linked: bool = F
         >>> twin_batch_norm(one, one)[0].shape
         torch.Size([4, 8, 6, 6])
     """
+    if isinstance(first.running.momentum, Tensor) or isinstance(second.running.momentum, Tensor):
+        residual = batch_norm(*second, training=True)
+        return linked_batch_norm(*first, training=True, residual=residual, act="relu", linked=linked)
+
     from normmatters.kernels.triton.batch_norm.twin import twin_batch_norm as kernel
 
     in_kernel = []

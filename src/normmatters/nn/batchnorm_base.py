@@ -126,9 +126,9 @@ class LpBatchNorm(_NormBase):
                 mean = var = count = None
             elif _recomputing():
                 mean, var, count = self._stats_to_discard(mean, var, count)
-        momentum = self.momentum
+        momentum: float | Tensor | None = self.momentum
         if momentum is None:  # cumulative average: the count is raised later, once nothing can fail any more
-            momentum = 0.0 if count is None else 1.0 / (float(count) + 1)
+            momentum = 0.0 if count is None else _next_share(count)
         return RunningStats(mean, var, count, momentum), training
 
     def _stats_to_discard(self, *stats: Tensor | None) -> list[Tensor | None]:
@@ -194,6 +194,11 @@ class LpBatchNorm(_NormBase):
         }
         changed = [f"{name}={value!r}" for name, (value, default) in ours.items() if value != default]
         return ", ".join([super().extra_repr(), *changed])
+
+
+def _next_share(count: Tensor) -> float | Tensor:
+    """1/(count + 1). To a compiler it is a tensor: as a number it would be a symbol, which no operator takes."""
+    return 1.0 / ((count.double() if torch.compiler.is_compiling() else float(count)) + 1)
 
 
 def _recomputing() -> bool:

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from normmatters import nn as norms
 from normmatters.kernels import backends, cpu
 from support import native_steps, tolerances
 from support.native_steps import LAYERS, NATIVE, Network, data, native_nodes, optimized, step
@@ -59,6 +60,22 @@ def test_compiled_by_inductor_in_one_graph(layout: str) -> None:
     model, x = Network(), data(layout=layout)
     expected = step(copy.deepcopy(model), x)
     close(step(model, x, torch.compile(model, fullgraph=True)), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("p", [1, 2, "range"])
+def test_a_cumulative_average_compiles_into_one_graph(p: float | str, dtype: torch.dtype) -> None:
+    torch.compiler.reset()
+    model = norms.LpBatchNorm2d(native_steps.CHANNELS, p, momentum=None, act="relu").to(dtype)
+    eager = copy.deepcopy(model)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for count in (1, 2, 3):
+        x = count * data(dtype=dtype)
+        for ours, expected in zip(step(model, x, compiled), step(eager, x)):
+            bound = tolerances.gradient(dtype, x.numel()) * (1 + expected.abs().max().item())
+            torch.testing.assert_close(ours, expected, rtol=0, atol=bound)
+        assert model.num_batches_tracked.item() == count
+    assert native_nodes(eager(x.requires_grad_()))
 
 
 def test_exported_programs_run_without_this_library() -> None:

@@ -17,7 +17,8 @@ pytest.importorskip("triton")
 
 from normmatters import convert
 from normmatters.bench import peers
-from normmatters.nn import L1BatchNorm2d, L1LayerNorm, RangeBatchNorm2d, TopKBatchNorm2d
+from normmatters.nn import L1BatchNorm2d, L1LayerNorm, RangeBatchNorm2d, TopKBatchNorm2d, twin
+from support import tolerances
 from support.batch_norm_cases import DEVICE, EPS, made
 
 SHAPE = (4, 3, 4, 5)
@@ -70,6 +71,46 @@ def test_compiled_is_eager(network):
         x = made(SHAPE, "channels_last")
         for mine, reference in zip(step(other, compiled, x), step(model, model, x), strict=True):
             assert torch.equal(mine, reference)
+
+
+class Alone(nn.Module):
+    """A norm whose running statistics are means over all batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = L1BatchNorm2d(3, momentum=None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x).relu()
+
+
+class Pooled(Alone):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm.forward_linked(x, relu=True, pooled=True)[0]
+
+
+class Twin(Alone):
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = L1BatchNorm2d(3, momentum=None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert twin.twin_fits(self.norm, x, self.other, x)
+        return twin.twin_batch_norm(self.norm, x, self.other, x)[0]
+
+
+@pytest.mark.parametrize("network", [Alone, Pooled, Twin])
+def test_a_cumulative_average_compiles_into_one_graph(network):
+    torch.compiler.reset()
+    model = network().to(DEVICE)
+    other = copy.deepcopy(model)
+    compiled = torch.compile(other, fullgraph=True, backend="aot_eager")
+    for count in (1, 2, 3):
+        x = made((4, 3, 4, 4), "channels_last")
+        for mine, reference in zip(step(other, compiled, x), step(model, model, x), strict=True):
+            bound = tolerances.gradient(torch.float32, x.numel()) * (1 + reference.abs().max().item())
+            torch.testing.assert_close(mine, reference, rtol=0, atol=bound)
+        assert other.norm.num_batches_tracked.item() == count
 
 
 def test_what_the_compiler_makes_of_a_network():
