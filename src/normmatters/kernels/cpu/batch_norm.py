@@ -17,6 +17,7 @@ from torch import Tensor
 
 from normmatters.functional.batch_norm import batch_norm as plain_batch_norm
 from normmatters.kernels import cpu
+from normmatters.kernels.cpu import memory
 from normmatters.kernels.operators import Operator, any_requires_grad, in_dtype, needs_grad, needs_operators
 from normmatters.norm import Norm, RunningStats, compute_dtype
 
@@ -100,7 +101,8 @@ def _forward(
     running_mean, running_var, momentum, *kind, relu, mask, code = options
     rows = _in_rows(x)
     x = _dense(x, rows)
-    y, statistics, bits, positions = _results(x, rows, options)
+    y = torch.empty_like(x) if x.nbytes < memory.SMALLEST else memory.empty_like(x)  # small layers feel a call
+    statistics, bits, positions = _results(x, rows, options)
     dtype = statistics.dtype
     residual = None if residual is None else _dense(residual, rows)
     weight, bias = _vector(weight, dtype), _vector(bias, dtype)
@@ -120,15 +122,17 @@ def _forward(
 
 def _fake_forward(x: Tensor, weight: Any, bias: Any, residual: Any, options: Options) -> Results:
     rows = _in_rows(x)
-    return _results(_dense(x, rows), rows, options)
+    x = _dense(x, rows)
+    return torch.empty_like(x), *_results(x, rows, options)
 
 
-def _results(x: Tensor, rows: bool, options: Options) -> Results:
+def _results(x: Tensor, rows: bool, options: Options) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """What the forward pass fills beside the output."""
     words = options.mask + options.code
     statistics = x.new_empty((4, x.shape[1]), dtype=compute_dtype(x.dtype))
     bits = x.new_empty((_packs(x, rows), words), dtype=torch.int16) if words else None
     positions = x.new_empty((x.shape[1], options.k), dtype=torch.int64) if options.k else None
-    return torch.empty_like(x), statistics, bits, positions
+    return statistics, bits, positions
 
 
 def _backward(
@@ -156,8 +160,8 @@ def _backward(
     dtype = statistics.dtype
     weight, bias = _vector(weight, dtype), _vector(bias, dtype)
     made = [None if t is None else t.contiguous() for t in (statistics, bits, positions)]
-    dx, dresidual = torch.empty_like(g), torch.empty_like(g) if need_dresidual and relu else None
-    dweight, dbias = statistics.new_empty((2, g.shape[1])).unbind()
+    dx, dresidual = memory.empty_like(g), memory.empty_like(g) if need_dresidual and relu else None
+    dweight, dbias = statistics.new_empty(g.shape[1]), statistics.new_empty(g.shape[1])  # results must not alias
     _functions(g.dtype)[1](
         _ARGUMENTS.pack(
             *_geometry(g, rows), kind, k, p, constant, eps, 0.0, relu, mask, code,
@@ -170,7 +174,7 @@ def _backward(
 def _fake_backward(g: Tensor, saved: Any, statistics: Tensor, *arguments: Any) -> tuple[Tensor | None, ...]:
     *_, rows, _, _, _, _, _, relu, _, _, need_dresidual = arguments
     dx = torch.empty_like(_dense(g, rows))
-    dweight, dbias = statistics.new_empty((2, g.shape[1])).unbind()
+    dweight, dbias = statistics.new_empty(g.shape[1]), statistics.new_empty(g.shape[1])
     return dx, dweight, dbias, torch.empty_like(dx) if need_dresidual and relu else None
 
 

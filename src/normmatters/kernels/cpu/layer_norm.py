@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from normmatters.kernels.cpu import DTYPES, library
+from normmatters.kernels.cpu import DTYPES, library, memory
 from normmatters.kernels.layer_norm import Dtypes, Options, layer_norm_by
 from normmatters.norm import Norm, compute_dtype
 
@@ -54,7 +54,7 @@ def forward(
     """The output, and the statistics of each row."""
     eps, constant, p, centered, _ = options
     x, dtype, (rows, size) = x.contiguous(), compute_dtype(x.dtype), _rows(x, shape)
-    y, statistics = torch.empty_like(x), torch.empty(rows, _STATISTICS, dtype=dtype)
+    y, statistics = memory.empty_like(x), torch.empty(rows, _STATISTICS, dtype=dtype)
     weight, bias = _computed(weight, dtype), _computed(bias, dtype)
     tensors = [_pointer(t) for t in (x, y, weight, bias, statistics)]
     _functions()[0](*tensors, rows, size, DTYPES[x.dtype], _KINDS.get(p, 2), centered, p, constant, eps)
@@ -68,13 +68,13 @@ def backward(
     """The gradients of x, and if their ``dtypes`` are given of weight and bias."""
     _, constant, p, centered, _ = options
     g, x, dtype, (rows, size) = g.contiguous(), x.contiguous(), compute_dtype(x.dtype), _rows(x, shape)
-    dx, weight = torch.empty_like(x), _computed(weight, dtype)
+    dx, weight = memory.empty_like(x), _computed(weight, dtype)
     # Parts of the rows that are summed each by itself; the same for any number of threads. Each has its own sums, whose
     # memory is small beside that of its rows.
     parts = max(1, min(128, max(rows // 64, min(16, rows // 16)), max(16, 2**20 // size)))
     dweight = dbias = scratch = None
     if dtypes is not None:
-        dweight, dbias = torch.empty(2, size, dtype=dtype).unbind()
+        dweight, dbias = torch.empty(size, dtype=dtype), torch.empty(size, dtype=dtype)
         scratch = torch.empty(4 * parts * size, dtype=torch.float64)
     tensors = [_pointer(t) for t in (g, x, dx, weight, statistics, dweight, dbias, scratch)]
     kind = DTYPES[x.dtype], _KINDS.get(p, 2), centered, p, constant
