@@ -65,10 +65,10 @@ def pilot(n: int) -> float:
 def regrouped(dtype: torch.dtype) -> float:
     """Relative to the largest result: sums whose terms other threads add.
 
-    At most 64 terms are added in the compute type, then in double. Where the bounds of such a block move, each of its
-    64 roundings, by half a digit, may be another.
+    At most 256 terms are added in the compute type, then in double. Where the bounds of such a block move, each of its
+    256 roundings, by half a digit, may be another.
     """
-    return 64 * torch.finfo(_computed_in(dtype)).eps / 2
+    return 256 * torch.finfo(_computed_in(dtype)).eps / 2
 
 
 def unknown(errors: torch.Tensor) -> torch.Tensor:

@@ -99,6 +99,34 @@ def test_hard_values(kind, memory, layout) -> None:
         check(x, kind, **parameters, act=act, memory=memory)
 
 
+@pytest.mark.parametrize("kind", ["l1", "linf", "range"])
+def test_the_mean_of_a_long_plane(kind) -> None:
+    """Sums in float32 over all of it would be off by 1e-5. The elements that tell where to sum about are outliers."""
+    x = torch.randn(1, 1, 2**12, 2**12).mul_(1e-3).add_(0.1)
+    for i in (0, x.numel() // 2, -1):
+        x.view(-1)[i] = 0.0
+    running = RunningStats(torch.zeros(1), torch.ones(1), None, 1.0)
+    dispatch.batch_norm(x, Norm(*CPU_KINDS[kind]), None, None, running, True)
+    assert abs(float(running.mean) / float(x.double().mean()) - 1) < 4 * torch.finfo(torch.float32).eps
+
+
+@pytest.mark.parametrize("kind", ["l1", "linf"])
+@pytest.mark.parametrize(
+    ("shape", "layout"),
+    [
+        ((17, 32, 92, 92), "contiguous"),
+        ((17, 32, 92, 93), "contiguous"),
+        ((17, 32, 92, 92), "channels_last"),
+        ((17, 33, 92, 92), "channels_last"),
+    ],
+    ids=["planes", "odd planes", "rows", "odd rows"],
+)
+def test_outputs_that_leave_the_cache(shape, layout, kind) -> None:
+    """Outputs of 16 MB and more are stored past the cache, where they are aligned."""
+    x = made(shape, layout)
+    check(x, kind, **affine(kind, shape[1]), act="relu", memory="exact", residual=torch.randn_like(x))
+
+
 @pytest.mark.parametrize("where", SHAPES)
 @each_case
 def test_a_constant_channel_gives_its_bias(kind, memory, where) -> None:

@@ -3,13 +3,13 @@
 //   forward   y = act((x − μ)·γ/D + β + residual),  D = √(s² + eps),  s = C·T(x − μ)
 //   backward  dγ = Σ g·x̂,  dβ = Σ g,  dx = γ/D·(g − mean g) + slope·(u − mean u),  u ~ ∂T/∂(x − μ)
 //
-// with g 0 where the ReLU is closed. The equations and their slopes are those of functional/hand_derived.py.
+// with g 0 where the ReLU is closed. The equations and their slopes are those of kernels/hand_derived.py.
 //
 // Two layouts. *Planes*: (N, C, S), S pixels of a channel beside each other; a thread takes a channel, or a part of one,
 // and what it reads again is still in its cache. *Rows*: (R, C), the channels of a pixel beside each other (channels_last
 // and 2-d inputs); a thread takes some rows, and sums of the threads are added in their order.
 //
-// Accuracy: each sum runs in the compute type over at most 64 terms, then in double. μ is kept as a number of the
+// Accuracy: each sum runs in the compute type over at most 256 terms, then in double. μ is kept as a number of the
 // compute type and a small rest, so that data far from 0 lose nothing. That number is never below μ: so it divides the
 // elements at or above μ from those below it.
 //
@@ -76,6 +76,7 @@ struct BatchNorm {
   int64_t block;                              // rows that one register sum runs over
   int64_t planes_saved;                       // numbers of bits per pack
   const bool distant;                         // rows: the input does not fit into the second-level caches
+  const bool past;                            // outputs are stored past the cache
   int64_t later_plane = 0;                    // planes: how far away the one is that is loaded meanwhile; 0 for none
   C* mean;
   C* rest;
@@ -90,7 +91,7 @@ struct BatchNorm {
       : a(args), rows(args.pixels == 1), n(args.n), channels(args.channels), pixels(args.pixels),
         count(args.n * args.pixels), packs(divide_up(rows ? args.channels : args.pixels, kPack)),
         planes_saved(args.mask + args.code),
-        distant(args.n * args.pixels * args.channels * int64_t(sizeof(T)) >= 4 << 20) {
+        distant(bytes() >= 4 << 20), past(leaves_cache(bytes()) && stores_are_aligned()) {
     mean = static_cast<C*>(a.statistics);
     rest = mean + channels;
     inverse = rest + channels;
@@ -99,20 +100,41 @@ struct BatchNorm {
     const int64_t most = std::max<int64_t>(1, count * channels / (1 << 14));  // tasks worth a thread
     const int64_t wanted = std::min(threads, most);
     if (rows) {
-      const int64_t bytes = channels * int64_t(sizeof(T));
-      block = std::clamp<int64_t>(32768 / bytes, 8, 64);
+      block = std::clamp<int64_t>(32768 / (channels * int64_t(sizeof(T))), 8, 64);
       if (has_positions()) block = count < 4096 ? 8 : count < 16384 ? 16 : count < 65536 ? 32 : 64;
       row_parts = std::clamp<int64_t>(divide_up(n, std::max<int64_t>(block, 64)), 1, wanted);
       column_parts = std::clamp<int64_t>(divide_up(wanted, row_parts), 1, packs);
     } else {
       block = 0;
       // Of long planes the processor foresees the rest; short ones are over before anything comes.
-      const int64_t bytes = pixels * int64_t(sizeof(T));
-      if (bytes >= 512 && bytes <= 4096) later_plane = std::max<int64_t>(1, 3072 / bytes) * channels * pixels;
+      const int64_t plane = pixels * int64_t(sizeof(T));
+      if (plane < 512) later_plane = pixels;  // the next channel's
+      else if (plane <= 4096) later_plane = std::max<int64_t>(1, 3072 / plane) * channels * pixels;
       if (channels < wanted * 4 && channels % wanted != 0) parts = divide_up(wanted * 4, channels);
       cuts = std::clamp<int64_t>(divide_up(parts, n), 1, divide_up(pixels, 1024));
       parts = std::min(parts, n * cuts);
     }
+  }
+
+  int64_t bytes() const { return count * channels * int64_t(sizeof(T)); }
+
+  // Whether all packs of the outputs but the last of a row or plane begin at whole vectors.
+  bool stores_are_aligned() const {
+    for (const void* output : {a.y, a.dx, a.dresidual})
+      if (!is_aligned(static_cast<const T*>(output))) return false;
+    return (rows ? channels : pixels) % kPack == 0;
+  }
+
+  // Stores a pack of an output.
+  template <class Part>
+  NM_INLINE void put(T* to, const P& x, Part part) const {
+    if constexpr (std::is_same_v<Part, Full>) {
+      if (past) {
+        NM_EACH(j) store_past_cache(to + j * kWidth<C>, x.v[j]);
+        return;
+      }
+    }
+    store_pack(to, x, part);
   }
 
   bool has_positions() const { return a.kind == kLinf || a.kind == kTopK || a.kind == kRange; }
@@ -196,7 +218,7 @@ struct BatchNorm {
     for (int i = 0; i < kPacks * kPack * int(sizeof(T)); i += 64) __builtin_prefetch(from + i);
   }
 
-  // The same for the plane of a later image.
+  // The same for the plane of a later image, or of the next channel.
   NM_INLINE void load_plane_soon(const void* tensor, int64_t at) const {
     if (!later_plane) return;
     const char* from = static_cast<const char*>(tensor) + (at + later_plane) * int64_t(sizeof(T));
@@ -221,7 +243,7 @@ struct BatchNorm {
   // ---- forward --------------------------------------------------------------------------------------------------
 
   void forward() {
-    prefer_large_pages(a.y, count * channels * int64_t(sizeof(T)));
+    prefer_large_pages(a.y, bytes());
     pilot.resize(packs * kPack * (rows ? 1 : 0) + (rows ? 0 : channels));
     for (int64_t c = 0; c < channels; ++c) {
       // Sums run over differences from a number of the channel's size, the middle one of three: no outlier.
@@ -309,6 +331,7 @@ struct BatchNorm {
             least = min(replace(value, C(INFINITY), part), least);
           });
           set_group(c, segment * pieces_of_cut() + piece, most, least);
+          if (piece % 4 == 3) flush(lanes, sum);
         }
         for (int64_t piece = divide_up(length, kPiece); piece < pieces_of_cut(); ++piece)  // a shorter cut
           set_group(c, segment * pieces_of_cut() + piece, splat_pack<C>(-C(INFINITY)), splat_pack<C>(C(INFINITY)));
@@ -492,7 +515,7 @@ struct BatchNorm {
     } else {
       const double s = a.constant * T_of;
       scale[c] = C(s);
-      // As the plain path: with eps = 0 a constant channel gives 0, not 0/0.
+      // As kernels/hand_derived.py: with eps = 0 a constant channel gives 0, not 0/0.
       inverse[c] = C(1 / std::sqrt(s * s + std::max(a.eps, 1.1754943508222875e-38)));
     }
     move(c);
@@ -651,7 +674,7 @@ struct BatchNorm {
           T* to = static_cast<T*>(a.y) + at;
           int16_t* bits = planes_saved ? bits_at(image, c, pixel) : nullptr;
           sweep<C>(length, [&](int64_t i, auto, auto part) __attribute__((always_inline)) {
-            store_pack(to + i, normalized<relu.value, residual.value>(
+            put(to + i, normalized<relu.value, residual.value>(
                 load_pack(from + i, part), added + i, mu, slope, offset, bits + i / kPack * planes_saved, to_xhat, part), part);
           });
         });
@@ -678,7 +701,7 @@ struct BatchNorm {
           const int64_t at = r * channels + column + u * kPack;
           int16_t* bits = planes_saved ? row_bits_at(r, column + u * kPack) : nullptr;
           const T* residual = static_cast<const T*>(a.residual) + (kResidual ? at : 0);
-          store_pack(static_cast<T*>(a.y) + at, normalized<kRelu, kResidual>(
+          put(static_cast<T*>(a.y) + at, normalized<kRelu, kResidual>(
               load_pack(x() + at, part), residual, mu[u], slope[u], offset[u], bits, to_xhat[u], part), part);
         }
       }
@@ -752,7 +775,7 @@ struct BatchNorm {
     return kCenter == kFromInput && kDirection != kLinear ? 3 : 2;
   }
 
-  // u up to a factor and a constant, as in functional/hand_derived.py: [x ≥ μ], x − μ, or ±(|x − μ|/T)^(p−1).
+  // u up to a factor and a constant, as in kernels/hand_derived.py: [x ≥ μ], x − μ, or ±(|x − μ|/T)^(p−1).
   NM_INLINE P power_direction(const P& centered, const Numbers& with) const {
     const P d = centered - with.rest;
     P u = power(abs(d * with.inverse_T), C(a.p - 1));
@@ -787,7 +810,7 @@ struct BatchNorm {
     } else {
       read<kGate, kNeeded>(at, bits, with, part, g, centered, value);
     }
-    if (a.dresidual) store_pack(static_cast<T*>(a.dresidual) + at, g, part);
+    if (a.dresidual) put(static_cast<T*>(a.dresidual) + at, g, part);
     P rest_of = with.low;
     if constexpr (kCenter == kFromOutput) rest_of = choose(uint16_t(bits[0]), with.high, with.low);
     else if constexpr (kCenter == kFromCode) rest_of = choose(uint16_t(bits[(kGate == kBit) + 3]), with.high, with.low);
@@ -797,15 +820,14 @@ struct BatchNorm {
       else rest_of = fma(power_direction(centered, with), with.along, with.low);
     }
     // The lean passes read 1/γ from `mu`; the forward slope is in `slope` in every mode.
-    store_pack(static_cast<T*>(a.dx) + at, fma(g, with.slope, rest_of), part);
+    put(static_cast<T*>(a.dx) + at, fma(g, with.slope, rest_of), part);
   }
 
   std::vector<C> sum_mu, sum_offset, sum_low, sum_high, along, low, high, inverse_T, sum_rest;
 
   void backward() {
-    const int64_t bytes = count * channels * int64_t(sizeof(T));
-    prefer_large_pages(a.dx, bytes);
-    if (a.dresidual) prefer_large_pages(a.dresidual, bytes);
+    prefer_large_pages(a.dx, bytes());
+    if (a.dresidual) prefer_large_pages(a.dresidual, bytes());
     const int64_t padded = rows ? packs * kPack : channels;
     for (auto* v : {&sum_mu, &sum_offset, &sum_low, &sum_high, &along, &low, &high, &inverse_T, &sum_rest, &factor})
       v->assign(padded, C(0));

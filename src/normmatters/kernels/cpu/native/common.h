@@ -19,6 +19,7 @@
 
 #define NM_EXPORT extern "C" __attribute__((visibility("default")))
 #define NM_INLINE inline __attribute__((always_inline))
+#define NM_ALWAYS __attribute__((always_inline))  // of a lambda
 
 namespace nm {
 
@@ -316,6 +317,37 @@ NM_INLINE void store_one(T* to, Compute<T> x) {
 }
 
 // ---- memory ---------------------------------------------------------------------------------------------------------
+
+// Whether an output of so many bytes, and an input of as many, leave the cache before the output is read.
+NM_INLINE bool leaves_cache(int64_t bytes) { return bytes >= (16 << 20); }
+
+template <class T>
+NM_INLINE bool is_aligned(const T* address) {
+  return reinterpret_cast<uintptr_t>(address) % (kWidth<Compute<T>> * sizeof(T)) == 0;
+}
+
+// store(to, x) past the cache, so that what is replaced need not be read. `to` must be aligned to what is stored.
+// `parallel_for` sees to it that other threads read it afterwards.
+template <class T>
+NM_INLINE void store_past_cache(T* to, Vec<Compute<T>> x) {
+#if defined(__x86_64__)
+  constexpr int kBytes = kWidth<Compute<T>> * int(sizeof(T));
+  if constexpr (kBytes >= 16) {
+    const auto bits = [&]() NM_ALWAYS {
+      if constexpr (sizeof(T) == sizeof(Compute<T>)) return x;
+      else return narrow(x, T{});
+    }();
+#if defined(__AVX512F__)
+    if constexpr (kBytes == 64) return _mm512_stream_si512((__m512i*)to, (__m512i)bits);
+#endif
+#if defined(__AVX2__)
+    if constexpr (kBytes == 32) return _mm256_stream_si256((__m256i*)to, (__m256i)bits);
+#endif
+    if constexpr (kBytes == 16) return _mm_stream_si128((__m128i*)to, (__m128i)bits);
+  }
+#endif
+  store(to, x);
+}
 
 // Before an output is written: where its pages are not there yet, let them be large ones. A page fault for each 4 KiB
 // costs several times as much as writing them.

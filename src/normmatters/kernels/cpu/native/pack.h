@@ -1,7 +1,7 @@
 // Packs: 16 elements in as many vectors as the instruction set needs, and sweeps over memory in packs.
 //
-// A pack has the same 16 lanes on every instruction set, so sums are added in the same order everywhere, and what is
-// saved in bits, 16 at a time, has the same layout.
+// A pack has the same 16 lanes on every instruction set. So what is saved in bits, 16 at a time, has the same layout, and
+// the sums of two instruction sets differ only in how many of them a sweep fills.
 #pragma once
 
 #include <cmath>

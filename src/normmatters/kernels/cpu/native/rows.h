@@ -8,8 +8,6 @@
 
 #include "common.h"
 
-#define NM_ALWAYS __attribute__((always_inline))
-
 namespace nm {
 
 // Elements that one task takes at least. A row belongs to the task in which it begins.
@@ -75,27 +73,12 @@ struct PartOfVector {
 // Start to load what is read next, into the second-level cache. It may lie beyond the end of an array.
 NM_INLINE void prefetch(const void* address) { __builtin_prefetch(address, 0, 2); }
 
-// Whether an output of so many bytes, and an input of as many, leave the cache before the output is read.
-NM_INLINE bool leaves_cache(int64_t bytes) { return bytes >= (16 << 20); }
-
-// lanes.store(to, x). With `past`, past the cache if `to` is aligned: then its old contents are not read first.
+// lanes.store(to, x); with `past`, past the cache where `to` is aligned.
 template <class T, class Lanes>
 NM_INLINE void store_output(T* to, Vec<Compute<T>> x, Lanes lanes, bool past) {
-#if defined(__x86_64__)
-  if constexpr (std::is_same_v<Lanes, WholeVector> && std::is_same_v<T, float>) {
-    if (past && reinterpret_cast<uintptr_t>(to) % kVectorBytes == 0) {
-#if defined(__AVX512F__)
-      return _mm512_stream_ps(to, (__m512)x);
-#elif defined(__AVX2__)
-      return _mm256_stream_ps(to, (__m256)x);
-#else
-      return _mm_stream_ps(to, (__m128)x);
-#endif
-    }
+  if constexpr (std::is_same_v<Lanes, WholeVector>) {
+    if (past && is_aligned(to)) return store_past_cache(to, x);
   }
-#else
-  (void)past;
-#endif
   lanes.store(to, x);
 }
 
