@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from normmatters.kernels.cpu.memory import release_memory
+
 Call = Callable[[], Any]
 
 # Medians are over at least this many samples, and over more while a timing takes less than the budget.
@@ -226,6 +228,7 @@ def peak_memory(call: Callable[[], Any]) -> int | None:
     """
     try:
         call()  # what is allocated once and for all
+        release_memory()
         ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
         before = _resident("VmRSS")
