@@ -130,6 +130,8 @@ class Operator:
 
         @once_differentiable
         def node_backward(ctx: Any, g: Tensor, link: Tensor | None = None) -> Any:
+            if g.is_neg() or g._is_zerotensor():
+                g = g.clone()
             return *gradients(ctx, backward, g, link), None
 
         def node_backward_twice(ctx: Any, g: Tensor) -> Any:
@@ -151,8 +153,10 @@ class Operator:
         if needs_operators():
             results = self.forward_operator(*tensors, *options)
             return results[:2] if self.links and options.linked else results[0]
-        # A tensor that has left a transform is unwrapped, as `Function.apply` does.
-        tensors = [t if t is None else _unwrapped(t) for t in tensors]
+        try:  # without a call for each: small layers feel it
+            tensors = [t if t is None or (t.data_ptr() and not t.is_neg()) else _in_memory(t) for t in tensors]
+        except RuntimeError:  # one has left a transform
+            tensors = [t if t is None else _in_memory(t) for t in tensors]
         compute = self._with_grad if needs_grad else self._without_grad
         # Not `current_device()`: there is a tensor on the device, so CUDA needs no looking after.
         if not tensors[0].is_cuda or tensors[0].get_device() == torch._C._cuda_getDevice():
@@ -230,7 +234,15 @@ def _register_gradient(
         LIBRARY.impl(name, change, "ADInplaceOrView", with_keyset=True)
 
 
-_unwrapped: Any = torch._C._functorch.unwrap_if_dead
+def _in_memory(tensor: Tensor) -> Tensor:
+    """The tensor with its values where its address says.
+
+    One that has left a transform is unwrapped, as `Function.apply` does. The memory of a negative view has the other
+    sign, and zeros that take no memory (of forward-mode differentiation) have no address: PyTorch's own operators get
+    copies of them as well.
+    """
+    tensor = torch._C._functorch.unwrap_if_dead(tensor)
+    return tensor.clone() if tensor.is_neg() or not tensor.data_ptr() else tensor
 
 
 def _without_none(results: tuple[Any, ...]) -> tuple[Tensor, ...]:

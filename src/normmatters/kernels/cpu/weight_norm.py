@@ -49,6 +49,8 @@ def why_not(v: Tensor, rho: Tensor, *, dim: int | None, p: float, k: int | None)
     length = v.numel() // v.shape[0]
     if extent != length or (v.shape[0] > 1 and v.stride(0) != length):
         return f"the slices of a weight with strides {v.stride()} are not dense in memory"
+    if v.is_neg() or rho.is_neg():
+        return "the memory of a negative view holds the other sign"
     if is_learned(rho) and (rho.numel() != v.shape[0] or rho.ndim != v.ndim or not rho.is_contiguous()):
         return f"they take one rho, or a dense one for each slice, not {tuple(rho.shape)}"
     return ""
@@ -187,6 +189,6 @@ class _Weights(torch.autograd.Function):
 def _laid_out(tensors: Sequence[Tensor], layouts: Sequence[Any]) -> list[Tensor]:
     """The tensors with these strides. Gradients come in any order, and so may what hooks packed."""
     return [
-        x if x.stride() == stride else torch.empty_strided(shape, stride, dtype=x.dtype).copy_(x)
+        x if x.stride() == stride and not x.is_neg() else torch.empty_strided(shape, stride, dtype=x.dtype).copy_(x)
         for x, (shape, stride) in zip(tensors, layouts)
     ]
