@@ -1,7 +1,8 @@
 """Chooses the backend of each normalization: fused Triton kernels, the hand-derived gradient, or the plain equation.
 
 :func:`batch_norm_backend` and :func:`layer_norm_backend` say which one serves a call, and why not a faster one. When a
-call on a GPU falls back, the same sentence is logged once (logger ``normmatters.kernels``, level INFO).
+call on a GPU falls back, the same sentence is logged once (logger ``normmatters.kernels``, level INFO). When the native
+library is missing on a CPU, that is (level WARNING).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from normmatters.kernels import emulation
-from normmatters.kernels.cpu import DTYPES
+from normmatters.kernels.cpu import DTYPES, warn_if_missing
 from normmatters.kernels.cpu import why_not as why_not_library
 from normmatters.kernels.memory_format import memory_format
 from normmatters.kernels.operators import needs_operators
@@ -287,6 +288,10 @@ def log_once(message: str) -> None:
 
 
 def log_fallback(what: str, backend: Backend, input: Tensor) -> None:
-    """Log once that ``what`` is not done by kernels on a GPU, and why."""
-    if backend.reason and input.is_cuda and not torch.compiler.is_compiling():
+    """Log once that ``what`` is not done by kernels on a GPU, and why. On a CPU warn once if the library is missing."""
+    if not backend.reason or torch.compiler.is_compiling():
+        return
+    if input.is_cuda:
         log_once(f"{what} falls back to {backend.name}: {backend.reason}")
+    elif backend.reason == why_not_library():
+        warn_if_missing()

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from normmatters.functional.batch_norm import batch_norm as plain_batch_norm
 from normmatters.functional.checks import check_batch_norm, check_layer_norm
 from normmatters.functional.layer_norm import layer_norm as plain_layer_norm
-from normmatters.kernels import backends, cpu, emulation, hand_derived
+from normmatters.kernels import backends, emulation, hand_derived
 from normmatters.kernels.backends import (
     Backend,
     batch_norm_backend,
@@ -111,9 +111,7 @@ def linked_batch_norm(
         if running.num_batches is not None:
             running.num_batches.add_(1)
         return output, None
-    if training and input.device.type == "cpu" and not torch.compiler.is_compiling():
-        cpu.warn_if_missing()
-    if training and input.is_cuda:
+    if training:
         log_fallback("batch norm", backend, input)
     if backend.name == "plain":
         output = plain_batch_norm(input, norm, weight, bias, running, training, residual=residual, act=act)
