@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -59,6 +61,54 @@ def test_an_instruction_set_can_be_forced() -> None:
     assert said.strip() == expected.replace("ValueError", "Error")
 
 
-def test_a_missing_library_is_reported_once(tmp_path) -> None:
-    said = _in_process(WARN, NORMMATTERS_CPU_LIBRARY=str(tmp_path))
+FIRST = """
+import torch, normmatters as nm
+x = torch.randn(4, 8)
+for layer in ({}):
+    layer(x)
+"""
+LAYER_NORMS = "nm.L1LayerNorm(8), nm.L1RMSNorm(8), nm.L1LayerNorm(8)"
+BATCH_NORMS = "nm.L1BatchNorm1d(8), nm.LpBatchNorm1d(8, 2)"
+
+
+@pytest.mark.parametrize("code", [WARN, FIRST.format(LAYER_NORMS), FIRST.format(BATCH_NORMS)])
+def test_a_missing_library_is_reported_once(code, tmp_path) -> None:
+    """By the first norm in training, of whatever kind."""
+    said = _in_process(code, NORMMATTERS_CPU_LIBRARY=str(tmp_path))
     assert said.count("native CPU kernels, which is slower") == 1
+    if code is not WARN:
+        for choice in ({"NORMMATTERS_CPU_ISA": "off"}, {"NORMMATTERS_KERNELS": "0"}):
+            assert "slower" not in _in_process(code, NORMMATTERS_CPU_LIBRARY=str(tmp_path), **choice)
+
+
+def test_a_switch_turns_all_kernels_off() -> None:
+    """The optimizers' too, whose results say so by other roundings alone."""
+    code = """
+import torch
+from normmatters.kernels.cpu import optimizer_rows as rows
+from normmatters.optim import AngularSGD, channels
+w = torch.nn.Parameter(torch.randn(4, 5))
+w.grad = torch.randn(4, 5)
+rows.RotationPlan.__init__ = None  # who makes a plan fails
+AngularSGD([w], angle=0.1).step()
+print(rows.ROTATED, rows.MEASURED, rows.STEPPED)
+"""
+    assert _in_process(code, NORMMATTERS_KERNELS="0").strip() == "() () ()"
+
+
+@pytest.mark.skipif(sys.platform != "linux" or shutil.which("cmake") is None, reason="needs CMake and Linux")
+@pytest.mark.parametrize("system", ["Linux", "Darwin"])
+def test_what_is_linked_statically(system, tmp_path) -> None:
+    """Clang on macOS, which has no static libgcc, refuses the flag."""
+    root = Path(__file__).parents[3]
+    toolchain = tmp_path / "toolchain.cmake"
+    toolchain.write_text(f"set(CMAKE_SYSTEM_NAME {system})\nset(CMAKE_CXX_COMPILER_WORKS TRUE)\n")
+    done = subprocess.run(
+        ["cmake", "-S", root, "-B", tmp_path / "build", f"-DCMAKE_TOOLCHAIN_FILE={toolchain}"],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    links = [path.read_text() for path in (tmp_path / "build").rglob("link.txt")]
+    flags = "\n".join(links) or "\n".join(path.read_text() for path in (tmp_path / "build").glob("*.ninja"))
+    assert flags
+    assert ("-static-libgcc" in flags) == (system == "Linux")

@@ -22,12 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from normmatters.kernels import backends
 from normmatters.kernels.cpu import DTYPES, library
 
 # What the direction of a rotation is: given, a momentum buffer that first takes in the gradient, or Nesterov's form.
 GIVEN, MOMENTUM, NESTEROV = 0, 1, 2
-# The dtypes that plans and steps take. Without the native library that is nothing.
-ROTATED = MEASURED = STEPPED = tuple(DTYPES) if library() is not None else ()
+# The dtypes that plans and steps take. Without the native library, or with kernels switched off, that is nothing.
+ROTATED = MEASURED = STEPPED = () if backends.NATIVE_MISSING else tuple(DTYPES)
 LONGEST_ROW = 2**20  # one thread works along a whole row; longer rows are better off with PyTorch's many
 
 
