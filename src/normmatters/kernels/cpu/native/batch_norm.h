@@ -374,10 +374,8 @@ struct BatchNorm {
   }
 
   static NM_INLINE void flush(double* lanes, P* sum) {
-    for (int u = 0; u < 4; ++u) {
-      add_to(lanes, sum[u]);
-      sum[u] = P{};
-    }
+    add_to(lanes, (sum[0] + sum[1]) + (sum[2] + sum[3]));
+    for (int u = 0; u < 4; ++u) sum[u] = P{};
   }
 
   template <bool kGroups>
@@ -959,11 +957,10 @@ struct BatchNorm {
     P sums[4][3] = {};
     int64_t since = 0;
     const auto flush_all = [&]() __attribute__((always_inline)) {
-      for (int u = 0; u < 4; ++u)
-        for (int i = 0; i < 3; ++i) {
-          add_to(lanes[i], sums[u][i]);
-          sums[u][i] = P{};
-        }
+      for (int i = 0; i < 3; ++i) {
+        add_to(lanes[i], (sums[0][i] + sums[1][i]) + (sums[2][i] + sums[3][i]));
+        for (int u = 0; u < 4; ++u) sums[u][i] = P{};
+      }
       since = 0;
     };
     each_segment(c, begin, end, [&](int64_t at, int64_t image, int64_t pixel, int64_t length) {
