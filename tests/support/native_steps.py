@@ -10,10 +10,19 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.optim import SGD
 
 from normmatters import nn as norms
 from normmatters.kernels import cpu
-from normmatters.optim import AngularSGD, WeightDecayFreeSGD
+from normmatters.optim import (
+    AngularSGD,
+    NormRecorder,
+    NormSchedule,
+    Recording,
+    StepSizeCorrection,
+    WeightDecayFreeSGD,
+    channel_norms,
+)
 from normmatters.weight_norm import apply_weight_norm
 from support import tolerances
 
@@ -62,7 +71,50 @@ LAYERS = BATCH_NORMS | ROW_LAYERS
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "free": lambda ps: WeightDecayFreeSGD(ps, 0.1, 0.9, weight_decay=0.01, check_invariance=False),
     "angular": lambda ps: AngularSGD(ps, angle=0.1),
+    "recorded": lambda ps: _Recorded(ps, 0.1),
+    "corrected": lambda ps: StepSizeCorrection(SGD(ps, 0.1), recording_of(_named(ps)), _named(ps)),
+    "held": lambda ps: _Held(ps, 0.1),
 }
+
+
+def _named(params: list[nn.Parameter]) -> dict[str, nn.Parameter]:
+    return {str(i): p for i, p in enumerate(params)}
+
+
+def recording_of(named: dict[str, nn.Parameter], steps: int = 10) -> Recording:
+    """A recording of norms that grow by a tenth per step.
+
+    More or less: of 1.1 times a half-precision number, ties are frequent, and the last bit of a norm would decide them.
+    """
+    growth = 1.1373 ** torch.arange(0.5, steps + 1)[:, None]
+    return Recording(
+        norms={n: growth * channel_norms(w.detach()) for n, w in named.items()},
+        steps=torch.arange(steps + 1),
+        lr=torch.full((steps, 1), 0.1, dtype=torch.float64),
+        weight_decay=torch.zeros(steps, 1, dtype=torch.float64),
+        groups=dict.fromkeys(named, 0),
+        shapes={n: tuple(w.shape) for n, w in named.items()},
+        dims=dict.fromkeys(named, 0),
+        epoch_ends=tuple(range(1, steps + 1)),
+        tested=True,
+    )
+
+
+class _Recorded(SGD):
+    """SGD beside a recorder of norms and angles."""
+
+    def __init__(self, params: list[nn.Parameter], lr: float) -> None:
+        super().__init__(params, lr)
+        self.recorder = NormRecorder(_named(params), self)
+
+
+class _Held(SGD):
+    """SGD that gives every channel a recorded norm after each step."""
+
+    def __init__(self, params: list[nn.Parameter], lr: float) -> None:
+        super().__init__(params, lr)
+        self.schedule = NormSchedule(self, recording_of(_named(params)), _named(params))
+        self.register_step_post_hook(lambda *_: self.schedule.step())
 
 
 class Network(nn.Module):
@@ -100,7 +152,7 @@ def step(model: nn.Module, x: Tensor, call: Callable[[Tensor], Tensor] | None = 
 
 
 def optimized(name: str, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """Weights after three steps."""
+    """Weights after three steps, and what was recorded of them."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(64, 700), (300, 128, 3), (7, 11)]
     params = [nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in shapes]
@@ -109,7 +161,9 @@ def optimized(name: str, dtype: torch.dtype = torch.float32) -> list[Tensor]:
         for p in params:
             p.grad = torch.randn(p.shape, generator=generator).to(dtype)
         optimizer.step()
-    return [p.detach() for p in params]
+    recording = optimizer.recorder.recording() if isinstance(optimizer, _Recorded) else None
+    recorded = [] if recording is None else [*recording.norms.values(), *recording.angles.values()]
+    return [*[p.detach() for p in params], *recorded]
 
 
 def native_nodes(y: Tensor) -> set[str]:

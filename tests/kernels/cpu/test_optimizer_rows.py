@@ -12,8 +12,17 @@ from torch import Tensor, nn
 from normmatters.kernels import cpu
 from normmatters.kernels.cpu import optimizer_rows as rows
 from normmatters.norm import compute_dtype
-from normmatters.optim import AngularSGD, NormRecorder, WeightDecayFreeSGD, angular_update, channel_norms, channels
+from normmatters.optim import (
+    AngularSGD,
+    NormRecorder,
+    WeightDecayFreeSGD,
+    _base,
+    angular_update,
+    channel_norms,
+    channels,
+)
 from normmatters.optim._base import one_kernel_takes
+from support import native_steps
 
 pytestmark = pytest.mark.skipif(cpu.library() is None, reason=cpu.why_not())
 
@@ -125,6 +134,40 @@ def test_optimizers_step_as_on_the_plain_path(name, dtype, layout, monkeypatch):
     # Four steps, each of which rounds the weight and its buffer.
     for one, other in zip(native, plain):
         torch.testing.assert_close(one.double(), other, **tolerance(dtype, 16))
+
+
+@pytest.mark.parametrize(
+    ("name", "kernels"),
+    {
+        "free": {"nm_momentum_step"},
+        "angular": {"nm_rotate_rows"},
+        "recorded": {"nm_measure_rows"},
+        "corrected": {"nm_measure_rows", "nm_scale_rows"},
+        "held": {"nm_measure_rows", "nm_scale_rows"},
+    }.items(),
+)
+def test_every_optimizer_runs_on_its_kernels_as_on_the_plain_path(name, kernels, monkeypatch):
+    used, function = set(), rows._function
+    monkeypatch.setattr(rows, "_function", lambda kernel, numbers: used.add(kernel) or function(kernel, numbers))
+    native = native_steps.optimized(name)
+    assert used == kernels
+    used.clear()
+    monkeypatch.setattr(channels, "BACKENDS", {})
+    monkeypatch.setattr(rows, "STEPPED", ())
+    monkeypatch.setattr(_base, "STEPPED", ())
+    for own, plain in zip(native, native_steps.optimized(name), strict=True):
+        torch.testing.assert_close(own, plain, rtol=2e-4 if name == "recorded" else 0, atol=2e-5)  # angles
+    assert not used
+
+
+@pytest.mark.parametrize("name", native_steps.OPTIMIZERS)
+def test_the_number_of_threads_changes_no_bit_of_any(name, threads):
+    results = []
+    for count in (1, 2, 3, 7):
+        threads(count)
+        results.append(native_steps.optimized(name))
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
 @pytest.mark.parametrize("name", ["free", "angular"])

@@ -91,6 +91,33 @@ def test_bad_numbers_stay_in_their_row(p, bad):
     assert w[[0, 2]].isfinite().all()
 
 
+@pytest.mark.parametrize("learned", [False, True], ids=["bounded", "classic"])
+@pytest.mark.parametrize("where", ["weight", "gradient"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("p", [1, 2, 1.5, math.inf])
+def test_bad_numbers_go_backward_as_in_the_equation(p, bad, where, learned):
+    v, g = torch.randn(2, 3, 40)
+    (v if where == "weight" else g)[1, 5] = bad
+    rho = torch.rand(3, 1) + 1 if learned else torch.tensor(1.5)
+
+    def results(weight_of):
+        x, r = v.clone().requires_grad_(), rho.clone().requires_grad_(learned)
+        w = weight_of(x, r)
+        return w.detach(), *torch.autograd.grad(w, [x, r] if learned else [x], g)
+
+    w, *own = results(lambda x, r: WeightGroup([v], p, v.dtype, learned)([x], [r])[0])
+    expected, *gradients = results(lambda x, r: bounded_weight(x, r, p=p))
+    for a, b in zip(own, gradients):
+        torch.testing.assert_close(a, b, equal_nan=True, rtol=1e-5, atol=1e-6)
+        assert not b[1].isfinite().any()
+        assert a[[0, 2]].isfinite().all()
+    if math.isinf(bad) and where == "weight":  # ∞/∞; the equation scales the row by its maximum for some p
+        assert w.isnan().nonzero().tolist() == [[1, 5]]
+        assert not w[1].nan_to_num(0).any()
+    else:
+        torch.testing.assert_close(w, expected, equal_nan=True, rtol=1e-5, atol=1e-6)
+
+
 def test_the_number_of_threads_changes_no_bit(threads):
     v, results = [torch.randn(300, 700), torch.randn(64, 33), torch.randn(3, 90_000)], []
     for count in (1, 2, 3, 7):  # the last: more than the last weight has rows
