@@ -225,6 +225,16 @@ struct BatchNorm {
     for (int64_t i = 0; i < pixels * int64_t(sizeof(T)); i += 64) __builtin_prefetch(from + i);
   }
 
+  // f(channel) for every channel: on several threads where it reads elements here and there.
+  template <class F>
+  void each_channel(F&& f) {
+    const int64_t tasks = divide_up(channels, kPack);
+    const auto some = [&](int64_t task) {
+      for (int64_t c = task * kPack; c < std::min(channels, (task + 1) * kPack); ++c) f(c);
+    };
+    parallel_for(tasks, some, has_positions() ? 1 : tasks);
+  }
+
   // ---- sums of tasks ----
 
   // K sums per channel: rows keep [row part][K][channels], planes [task][K].
@@ -284,8 +294,10 @@ struct BatchNorm {
       else each_planes_task([&](auto... bounds) { planes_deviations(bounds...); });
     }
     if (has_positions()) {
-      parallel_for(divide_up(channels, 16), [&](int64_t i) {
-        for (int64_t c = i * 16; c < std::min(channels, i * 16 + 16); ++c) set_scale(c);
+      parallel_for(divide_up(channels, kPack), [&](int64_t i) {
+        const int64_t begin = i * kPack, end = std::min(channels, begin + kPack);
+        const std::vector<C> most = rows && a.kind != kRange ? row_deviations(begin, end) : std::vector<C>();
+        for (int64_t c = begin; c < end; ++c) set_scale(c, most.empty() ? nullptr : most.data() + (c - begin) * groups);
       });
     } else {
       for (int64_t c = 0; c < channels; ++c) set_scale(c);
@@ -498,7 +510,7 @@ struct BatchNorm {
     });
   }
 
-  void set_scale(int64_t c) {
+  void set_scale(int64_t c, const C* most = nullptr) {
     double T_of = 1;
     const double sum = has_deviations() ? total(c, rows ? 1 : 2, rows ? 0 : 1) : 0;
     switch (a.kind) {
@@ -506,7 +518,7 @@ struct BatchNorm {
       case kL2: T_of = std::sqrt(sum / double(count)); break;
       case kLp: T_of = std::pow(sum / double(count), 1 / a.p) * double(scale[c]); break;
       case kMean: break;
-      default: T_of = extremes(c);
+      default: T_of = extremes(c, most);
     }
     if (a.kind == kMean) {
       scale[c] = inverse[c] = C(1);
@@ -531,8 +543,44 @@ struct BatchNorm {
     }
   }
 
+  // Rows: the largest |x − μ| of each group, for one channel after the other. Read a channel at a time, the groups'
+  // numbers would be a row apart, and miss the cache.
+  std::vector<C> row_deviations(int64_t begin, int64_t end) {
+    std::vector<C> most(groups * kPack);
+    const Partial part{end - begin};
+    const P mu = load_pack(mean + begin, part), mu_rest = load_pack(rest + begin, part);
+    for (int64_t group = 0; group < groups; ++group) {
+      const int64_t at = group * packs * kPack + begin;
+      const P above = (load_pack(largest.data() + at) - mu) - mu_rest, below = (load_pack(smallest.data() + at) - mu) - mu_rest;
+      alignas(64) C deviations[kPack];
+      store_pack(deviations, max(abs(below), above));
+      for (int i = 0; i < kPack; ++i) most[i * groups + group] = deviations[i];
+    }
+    return most;
+  }
+
+  // The k-th largest of n numbers that are not negative; −1 if there are fewer.
+  static C kth_largest(const C* values, int64_t n, int64_t k) {
+    if (n < k) return -1;
+    if (k > 32) {
+      std::vector<C> sorted(values, values + n);
+      std::nth_element(sorted.begin(), sorted.begin() + (k - 1), sorted.end(), std::greater<C>());
+      return sorted[k - 1];
+    }
+    C top[32];  // the largest so far, in order: most numbers are compared with the last of them alone
+    std::fill(top, top + k, C(-1));
+    for (int64_t i = 0; i < n; ++i) {
+      int64_t place = k - 1;
+      if (!(values[i] > top[place])) continue;
+      for (; place > 0 && top[place - 1] < values[i]; --place) top[place] = top[place - 1];
+      top[place] = values[i];
+    }
+    return top[k - 1];
+  }
+
   // The statistic T for L∞, Top(k) and range, and where its elements are. Only groups that can hold one are read again.
-  double extremes(int64_t c) {
+  // `most`: the largest |x − μ| of each group, or null.
+  double extremes(int64_t c, const C* most) {
     const int64_t wanted = a.kind == kRange ? 2 : a.kind == kLinf ? 1 : a.k;
     int64_t* positions = a.positions + c * wanted;
     for (int64_t i = 0; i < wanted; ++i) positions[i] = position_of(c, std::min(i, count - 1));
@@ -556,14 +604,10 @@ struct BatchNorm {
       return double(found[0]) - double(found[1]);
     }
     // The k-th largest of the groups' largest deviations: k elements reach it.
-    std::vector<C> most(groups);
-    for (int64_t group = 0; group < groups; ++group) most[group] = group_deviation(c, group);
-    C threshold = -1;
-    if (groups >= wanted) {
-      std::vector<C> sorted = most;
-      std::nth_element(sorted.begin(), sorted.begin() + (wanted - 1), sorted.end(), std::greater<C>());
-      threshold = sorted[wanted - 1];
-    }
+    std::vector<C> own(most ? 0 : groups);
+    for (size_t group = 0; group < own.size(); ++group) own[group] = group_deviation(c, group);
+    if (!most) most = own.data();
+    const C threshold = kth_largest(most, groups, wanted);
     using Item = std::pair<C, int64_t>;  // a deviation and where it is; of equal ones the first is taken
     const auto before = [](const Item& l, const Item& r) { return l.first != r.first ? l.first > r.first : l.second < r.second; };
     std::vector<Item> heap;  // its front is the smallest
@@ -839,9 +883,7 @@ struct BatchNorm {
         run<gate.value, center.value, kSign>();
       }
     });
-    if (has_positions()) {
-      for (int64_t c = 0; c < channels; ++c) add_extremes(c);
-    }
+    if (has_positions()) each_channel([&](int64_t c) { add_extremes(c); });
   }
 
   template <Gate kGate, Center kCenter, Direction kDirection>
@@ -858,7 +900,7 @@ struct BatchNorm {
     for (int64_t c = 0; c < channels; ++c) before_sums(c);
     if (rows) each_rows_task([&](auto... bounds) { rows_backward_sums<kGate, kCenter, kDirection>(bounds...); });
     else each_planes_task([&](auto... bounds) { planes_backward_sums<kGate, kCenter, kDirection>(bounds...); });
-    for (int64_t c = 0; c < channels; ++c) after_sums(c);
+    each_channel([&](int64_t c) { after_sums(c); });
     if (!a.dx) return;
     if (rows) each_rows_task([&](auto... bounds) { rows_gradient<kGate, kCenter, kDirection>(bounds...); });
     else each_planes_task([&](int64_t c, int64_t, int64_t begin, int64_t end) {
