@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from normmatters.bench import report, roofline
+from normmatters.bench import cpu, report, roofline
 
 ENVIRONMENT = {
     "device": "Some GPU",
@@ -138,6 +138,16 @@ def test_the_summary_has_the_mean_and_the_worst_of_each_kind_of_row(results: Pat
     (line,) = filled[3:-1]  # kinds that were not measured have no place
     cells = ["L1 BN+ReLU, fp32", "0.60", "0.90", "ResNet-18 step, lean", "0.80 (memory 0.58)", "0.80"]
     assert [cell.strip() for cell in line.strip("|").split("|")] == cells
+
+
+def test_the_headlines_are_a_part_of_the_summary() -> None:
+    rows = [
+        _row("l1", 1, 1, 0.4, part="batch_norm", form="relu", dtype="fp32"),
+        _row("NormRecorder", 1, 1, 1.6, part="optimizer"),
+    ]
+    assert "NormRecorder" in cpu.summary(rows)
+    assert "NormRecorder" not in cpu.summary(rows, whole=False)
+    assert "L1 BN+ReLU, fp32" in cpu.summary(rows, whole=False)
 
 
 @pytest.mark.parametrize(

@@ -35,12 +35,18 @@ def test_readme_code_does_what_the_readme_says(capsys: pytest.CaptureFixture[str
     assert in_l2 == 0
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_no_placeholder_is_left(page: Path) -> None:
+    prose = re.sub(r"```.*?```|`[^`\n]*`", "", read(page), flags=re.DOTALL)
+    assert not re.findall(r"\b[A-Z]+_[A-Z_]+\b|\bTODO\b|\bTBD\b", prose)
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if "<!-- bench:" in read(page)], ids=name)
 def test_benchmark_tables_are_those_of_the_results(page: Path) -> None:
     text, results = read(page), ROOT / "results" / "bench"
     for bench_name, words in re.findall(r"<!-- bench:(\w+)((?: [\w.]+)*) -->\n", text):
         assert bench_name in bench.NAMES
         axes = bench.axes_of(bench_name)
-        assert set(words.split()) <= {word for column in axes.values() for word in column} | {"summary"}
+        assert set(words.split()) <= {word for column in axes.values() for word in column} | {"summary", "headlines"}
         assert (results / f"{bench_name}.json").is_file(), f"the table of {bench_name} has no results to be filled from"
     assert report.fill(text, results) == text, f"run `python -m normmatters.bench.report {name(page)}`"

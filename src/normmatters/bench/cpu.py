@@ -370,7 +370,7 @@ def _check_step(model: nn.Module, plain: nn.Module) -> float:
 
 
 _L1 = {"part": ["batch_norm"], "variant": ["l1"]}
-#: The rows of the summary, each with the values that its rows have.
+#: The rows of the summary, each with the values that its rows have. README leaves out those of ``_ONLY_IN_DOCS``.
 SUMMARY: dict[str, Mapping[str, Sequence[str]]] = {
     "L1 BN+ReLU, fp32": {**_L1, "form": ["relu"], "dtype": ["fp32"]},
     "L1 BN+ReLU, bf16": {**_L1, "form": ["relu"], "dtype": ["bf16"]},
@@ -394,7 +394,13 @@ SUMMARY: dict[str, Mapping[str, Sequence[str]]] = {
 }
 
 
-def summary(rows: Sequence[Mapping[str, Any]]) -> str:
+_ONLY_IN_DOCS = {
+    *("L1 BN+ReLU, fp16", "L1.5 BN+ReLU", "mean-only BN+ReLU", "L1.5 layer norm"),
+    *("`NormRecorder`", "`NormSchedule`, each step", "`StepSizeCorrection`"),
+}
+
+
+def summary(rows: Sequence[Mapping[str, Any]], *, whole: bool = True) -> str:
     """Geometric mean and worst of the ratios to PyTorch's own, for each kind of row, as Markdown in two halves."""
     cells = []
     measured = [row for row in rows if row["status"] == "ok" and row.get("ratio")]
@@ -403,7 +409,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> str:
         ratios = [row["ratio"] for row in chosen]
         saved = [row["memory_ratio"] for row in chosen if row.get("memory_ratio")]
         memory = f" (memory {max(saved):.2f})" if saved else ""
-        if ratios:
+        if ratios and (whole or head not in _ONLY_IN_DOCS):
             cells.append(f"{head} | {statistics.geometric_mean(ratios):.2f}{memory} | {max(ratios):.2f}")
     half = -(-len(cells) // 2)
     lines = ["time ÷ PyTorch's | mean | worst | | mean | worst", "--- | --: | --: | --- | --: | --:"]

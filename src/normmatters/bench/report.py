@@ -2,7 +2,8 @@
 
 ``python -m normmatters.bench.report README.md`` fills every section between ``<!-- bench:NAME -->`` and
 ``<!-- /bench -->`` with the table of ``results/bench/NAME.json``. Words after the name choose rows, as ``--only`` does:
-``<!-- bench:layers cl fp16 native_compiled l1_lean -->``. ``<!-- bench:cpu summary -->`` has means and extremes.
+``<!-- bench:layers cl fp16 native_compiled l1_lean -->``. ``<!-- bench:cpu summary -->`` has means and extremes,
+``<!-- bench:cpu headlines -->`` those of the most used parts.
 """
 
 from __future__ import annotations
@@ -215,8 +216,8 @@ def fill(text: str, results: Path) -> str:
         if data.get("smoke"):
             raise ValueError(f"{path} is of --smoke, whose times mean nothing: run `normmatters bench {match[2]}`")
         words = match[3].split()
-        if words == ["summary"] and match[2] == "cpu":
-            return f"{match[1]}{cpu.summary(data['rows'])}\n{match[4]}"
+        if words in (["summary"], ["headlines"]) and match[2] == "cpu":
+            return f"{match[1]}{cpu.summary(data['rows'], whole=words == ['summary'])}\n{match[4]}"
         return f"{match[1]}{markdown(data, words)}\n{match[4]}"
 
     return _SECTION.sub(table, text)
