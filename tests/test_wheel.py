@@ -18,15 +18,21 @@ pytest.importorskip("scikit_build_core", reason="builds the wheel without a netw
 ROOT = Path(__file__).parents[1]
 PIP = ["-m", "pip", "--disable-pip-version-check", "--no-input", "-q"]
 
-# One process for all: most of its time is importing torch.
-USE = """
+# An editable installation must not help out.
+ALONE = """
 import sys
+
+sys.meta_path = [finder for finder in sys.meta_path if not type(finder).__module__.startswith("_editable")]
+"""
+
+# One process for all: most of its time is importing torch.
+USE = (
+    ALONE
+    + """
 from pathlib import Path
 
 where, root = Path(sys.argv[1]).resolve(), Path(sys.argv[2]).resolve()
-# An editable installation must not help out.
 sys.path = [place for place in sys.path if not Path(place or ".").resolve().is_relative_to(root) or ".venv" in place]
-sys.meta_path = [finder for finder in sys.meta_path if not type(finder).__module__.startswith("_editable")]
 
 import torch
 import normmatters as nm
@@ -51,11 +57,12 @@ ours = {name: module for name, module in sys.modules.items() if name.split(".")[
 strays = [name for name, module in ours.items() if not Path(module.__file__).is_relative_to(where)]
 assert not strays, strays
 """
+)
 
 
-STEPS = """
-import sys
-
+STEPS = (
+    ALONE
+    + """
 import normmatters
 import torch
 from normmatters.kernels import cpu
@@ -67,6 +74,7 @@ assert cpu.library() and cpu.library().isa == isa, cpu.why_not()
 torch.set_num_threads(1)
 torch.save(native_steps.results(), out)
 """
+)
 
 
 def _run(*words: str, cwd: Path, timeout: float = 240, **env: str) -> str:
