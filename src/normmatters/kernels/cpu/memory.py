@@ -12,6 +12,7 @@ an array of NumPy. So the number of references to the block says whether it is f
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 
 import torch
@@ -19,7 +20,13 @@ from torch import Tensor
 
 SMALLEST = 2**20  # bytes: smaller blocks the allocator keeps by itself
 SPARE = 1.5  # of the bytes in use at once: gradients of one size are wanted while outputs of another are held
-_FREE = 2  # references to a free block: the list's, and the one that asks
+
+
+def _references(blocks: Sequence[object], i: int) -> int:
+    return sys.getrefcount(blocks[i])
+
+
+_FREE = _references([object()], 0)  # of a block that only its list holds; versions of Python count differently
 
 # By bytes; the size and the block that were used last come last. A thread takes a list out while it looks through it:
 # another one finds none, and makes blocks of its own. A lock could be held when the process forks.
@@ -42,7 +49,7 @@ def empty_like(x: Tensor) -> Tensor:
         return torch.empty_like(x)
     blocks = _blocks.pop(size, [])
     for i in reversed(range(len(blocks))):
-        if sys.getrefcount(blocks[i]) == _FREE:
+        if _references(blocks, i) == _FREE:
             block = blocks.pop(i)
             break
     else:
@@ -64,12 +71,12 @@ def _make_room(wanted: int, in_use: int) -> None:
     taken = {size: _blocks.pop(size, []) for size in list(_blocks)}
     held = in_use + wanted + sum(size * len(blocks) for size, blocks in taken.items())
     in_use += wanted + sum(
-        size for size, blocks in taken.items() for i in range(len(blocks)) if sys.getrefcount(blocks[i]) != _FREE
+        size for size, blocks in taken.items() for i in range(len(blocks)) if _references(blocks, i) != _FREE
     )
     _peak = max(_peak, in_use)
     for size, blocks in taken.items():
         for i in reversed(range(len(blocks))):
-            if held > SPARE * _peak and sys.getrefcount(blocks[i]) == _FREE:
+            if held > SPARE * _peak and _references(blocks, i) == _FREE:
                 del blocks[i]
                 held -= size
         if blocks:
