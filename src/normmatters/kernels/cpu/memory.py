@@ -89,8 +89,8 @@ def release_memory() -> None:
     Example::
 
         >>> output = empty_like(torch.empty(2**18))
-        >>> held_bytes()
-        1048576
+        >>> held_bytes() >= output.nbytes
+        True
         >>> release_memory()  # what is in use is freed with the tensors that use it
         >>> held_bytes()
         0
